@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ import pytest
 from penstock.cli.main import cli
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.deploy import executor, sizing
-from penstock.deploy.factory import plan_share, start_model
-from penstock.deploy.resources import MemoryBudget, MemoryShare, Resources
+from penstock.deploy.blueprint import Blueprint
+from penstock.deploy.factory import start_model
+from penstock.deploy.resolve import resolve as resolve_model
+from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.deploy.sizing import RESERVE_BYTES
+from penstock.deploy.start_log import log_model
 from penstock.models.catalog import resolve
 from penstock.serve.app import create_app
 from penstock.types.encoder import Task
@@ -71,17 +75,37 @@ def test_a_capacity_has_room_for_the_longest_text_and_no_memory_for_keys(
     running.close()
 
 
-def test_a_text_for_which_memory_is_too_small_is_refused_at_the_start(embedder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def share(num_tokens: int) -> MemoryShare:
-        config = replace(REFERENCE, scheduler=SchedulerConfig(max_num_batched_tokens=num_tokens))
-        budget = MemoryBudget(lambda: RESERVE_BYTES + (4 << 20))
-        return plan_share(config, resolve(str(embedder), embedder.parent), Resources(budget))
-
+def test_texts_are_shorter_by_default_where_memory_is_too_small(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = ENCODERS["qwen3_embedding"]
+    path = write_encoder(replace(case, config={**case.config, "max_position_embeddings": 8192}), tmp_path / "long")
     monkeypatch.setattr(sizing, "STEP_RESERVE_BYTES", 0)
-    assert share(64).num_step_bytes > 64 * 4 * 72
-    with pytest.raises(NotEnoughMemory, match=r"what a step of 2048 tokens takes, .* leave nothing") as refused:
-        share(2048)
-    assert "--max-model-len" in refused.value.remedy
+
+    def blueprint_of(free_bytes: int, **settings: Any) -> Blueprint:
+        resources = Resources(MemoryBudget(lambda: RESERVE_BYTES + free_bytes))
+        found, model = resolve_model(replace(REFERENCE, **settings), resolve(str(path), path.parent), resources.machine(""))
+        log_model(found, model)
+        resources.memory.take("", found.share)  # does not raise
+        return found
+
+    whole = blueprint_of(1 << 30)
+    assert (whole.measured_plan.capacity.max_model_len, whole.compute.max_step_tokens) == (8192, 8192)
+    assert not whole.measured_plan.is_shortened
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]
+    weight_bytes, of_token = whole.share.num_weight_bytes, whole.share.num_step_bytes / 8192
+    assert of_token > 4 * case.config["intermediate_size"]
+    short = blueprint_of(weight_bytes + int(3000 * of_token))
+    assert (short.measured_plan.capacity.max_model_len, short.compute.max_step_tokens) == (2048, 2048)
+    assert short.measured_plan.is_shortened
+    assert "up to 8192 tokens, but the memory is enough for 2048" in caplog.text
+
+    model, scheduler = ModelConfig(max_model_len=2500), SchedulerConfig(max_num_batched_tokens=8192)
+    assert blueprint_of(weight_bytes + int(3000 * of_token), model=model).measured_plan.capacity.max_model_len == 2500
+    for settings in ({"model": replace(model, max_model_len=8192)}, {"scheduler": scheduler}):
+        with pytest.raises(NotEnoughMemory, match=r"what a step of 8192 tokens takes, .* leave nothing") as refused:
+            blueprint_of(weight_bytes + int(3000 * of_token), **settings)
+        assert "--max-model-len" in refused.value.remedy
 
 
 @pytest.mark.parametrize("backend", [Backend.REFERENCE, Backend.NATIVE])

@@ -29,6 +29,7 @@ from penstock.deploy.sizing import (
     Room,
     check_adapter_room,
     check_address_space,
+    longest_text,
     plan_gpu_kv,
     plan_kv,
     wanted_len,
@@ -265,6 +266,19 @@ def test_activations_of_a_large_step_are_counted_and_those_of_a_default_one_are_
     assert found(max_num_seqs=1024).num_step_bytes > 4 * 1024 * 50_000 - 128 * MIB
     with pytest.raises(NotEnoughMemory, match="what a step of 65536 tokens takes"):
         found(max_num_batched_tokens=65_536, max_num_seqs=4096)
+
+
+def test_texts_beside_other_models_take_as_much_as_a_kv_cache() -> None:
+    def longest(num_mib: int, wanted: int = 32_768, **beside: int) -> int:
+        room = Room(available_bytes=RESERVE_BYTES + (1024 + num_mib) * MIB, num_weight_bytes=GIB, **beside)
+        return longest_text(room, wanted, 512, lambda num_tokens: (num_tokens - 512) * MIB)
+
+    assert [longest(num_mib) for num_mib in (32_256, 32_255, 16_000, 2000, 1, -100)] == [32_768, 16_384, 16_384, 2048, 512, 512]
+    assert [longest(num_mib, 300) for num_mib in (1000, -100)] == [300, 300]
+    beside = {"num_models": 2, "beside_bytes": GIB}
+    assert [longest(1024 + 4 * num_mib, **beside) for num_mib in (32_256, 8000, 3584)] == [32_768, 8192, 4096]
+    assert longest(1024 + 4 * 3584 - 1, **beside) == 4096, "a quarter of all that is free, since the models take turns"
+    assert longest(1024, **beside) == 512
 
 
 def test_recurrent_state_is_counted() -> None:

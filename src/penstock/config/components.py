@@ -84,7 +84,7 @@ class ModelConfig(Component):
         None,
         "Longest prompt + output of one request, in tokens.",
         minimum=1,
-        default_doc="the model's, or less if the KV cache cannot hold it",
+        default_doc="the model's, or less if memory cannot hold it",
     )
     task: str = choice(
         "auto",

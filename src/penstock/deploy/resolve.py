@@ -311,8 +311,6 @@ def _within_address_space(config: Config, compute: Compute, loading: Loading, ma
     if space is None or compute.is_on_gpu:
         return machine
     model = loading.load()
-    if model.encoder is not None:
-        compute, _ = _of_texts(config, compute, model)
     weight_bytes = num_memory_bytes(config, model)
     mapped_bytes = num_file_bytes(loading.source.path) + model.num_weight_bytes - weight_bytes
     step_bytes = _step_bytes(compute, model.spec, describe(model.spec))
@@ -412,36 +410,37 @@ _KV_SETTINGS_OF_TEXTS = frozenset({"prefix_sharing"})
 def plan_texts(config: Config, compute: Compute, model: LoadedModel, room: sizing.Room) -> tuple[Compute, sizing.KvPlan]:
     """Return the settings and memory plan of a model that only embeds or scores texts. A text takes one row and one block.
 
-    Raises ConfigError for settings without effect, or for steps that are too small for the longest text or too large for the
-    memory of a CPU.
+    If the memory of a CPU is too small for a step of the longest text, and no setting asks for it, texts are shorter. Raises
+    ConfigError for settings without effect, or for steps that are too small for the longest text or too large for the memory.
     """
     from penstock.models.architectures import describe
 
+    assert model.encoder is not None
     _check_text_settings(config, model)
-    compute, longest = _of_texts(config, compute, model)
-    rows, step_tokens = compute.max_rows, compute.max_step_tokens
+    asked, num_batched = config.model.max_model_len, config.scheduler.max_num_batched_tokens
+    longest = model.encoder.max_tokens if asked is None else sizing.wanted_len(model.spec, asked)
+    if num_batched is not None and num_batched < longest:
+        raise ConfigError(
+            f"max_num_batched_tokens is {num_batched}, and one step must hold a whole text of {model.name}, which may have "
+            f"{longest} tokens.",
+            remedy=f"Set --max-num-batched-tokens to {longest} or more, or --max-model-len to {num_batched} or less.",
+        )
+    rows = config.scheduler.max_num_seqs or 256  # texts need memory for their tokens only
+    compute, program, whole = replace(compute, max_rows=rows), describe(model.spec), longest
+
+    def bytes_of_step(num_tokens: int) -> int:
+        return 0 if compute.is_on_gpu else _step_bytes(replace(compute, max_step_tokens=num_tokens), model.spec, program)
+
+    if asked is None and num_batched is None:
+        longest = sizing.longest_text(room, longest, compute.max_step_tokens, bytes_of_step)
+    step_tokens = num_batched or max(compute.max_step_tokens, longest)
+    step_bytes = bytes_of_step(step_tokens)
+    sizing.left_by_step(room, step_bytes, step_tokens, instead="Lower --max-num-batched-tokens or --max-model-len")
     # Two steps may be in flight, and block 0 is the null block.
     block_size = -(-longest // native.KV_TILE) * native.KV_TILE
     capacity = Capacity(2 * rows + 1, block_size, rows, step_tokens, longest, is_one_pass=True)
-    step_bytes = 0 if compute.is_on_gpu else _step_bytes(compute, model.spec, describe(model.spec))
-    sizing.left_by_step(room, step_bytes, step_tokens, instead="Lower --max-num-batched-tokens or --max-model-len")
-    return compute, sizing.KvPlan(capacity, num_bytes=0, is_shortened=False, num_step_bytes=step_bytes)
-
-
-def _of_texts(config: Config, compute: Compute, model: LoadedModel) -> tuple[Compute, int]:
-    """Return the settings, and the most tokens of a text. Raises ConfigError if no step can hold such a text."""
-    assert model.encoder is not None
-    asked = config.model.max_model_len
-    longest = model.encoder.max_tokens if asked is None else sizing.wanted_len(model.spec, asked)
-    rows = config.scheduler.max_num_seqs or 256  # texts need memory for their tokens only
-    step_tokens = config.scheduler.max_num_batched_tokens or max(compute.max_step_tokens, longest)
-    if step_tokens < longest:
-        raise ConfigError(
-            f"max_num_batched_tokens is {step_tokens}, and one step must hold a whole text of {model.name}, which may have "
-            f"{longest} tokens.",
-            remedy=f"Set --max-num-batched-tokens to {longest} or more, or --max-model-len to {step_tokens} or less.",
-        )
-    return replace(compute, max_rows=rows, max_step_tokens=step_tokens), longest
+    plan = sizing.KvPlan(capacity, num_bytes=0, is_shortened=longest < whole, num_step_bytes=step_bytes)
+    return replace(compute, max_step_tokens=step_tokens), plan
 
 
 def _check_text_settings(config: Config, model: LoadedModel) -> None:

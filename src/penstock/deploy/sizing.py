@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -70,7 +71,7 @@ class KvPlan:
     capacity: Capacity
     num_bytes: int
     is_shortened: bool
-    """Whether the cache is too small for the model's longest request."""
+    """Whether the cache, or the memory for an encoder's steps, is too small for the model's longest request."""
     num_step_bytes: int = 0
     """Memory for a step's experts, and for activations beyond `STEP_RESERVE_BYTES`."""
 
@@ -99,7 +100,8 @@ def plan_kv(
     no set size, leave memory for the other models, unless the cache would be too small. Raises NotEnoughMemory.
     """
     adapters = room.adapters
-    instead = "Lower --max-num-batched-tokens, keep experts in a file (penstock serve --experts-on-disk)"
+    instead = "Lower --max-num-batched-tokens or --max-num-seqs, keep a mixture's experts in a file (penstock serve "
+    instead += "--experts-on-disk)"
     free_bytes = left_by_step(room, step_bytes, wanted.max_step_tokens, least_kv_bytes=2 * block_bytes, instead=instead)
     check_adapter_room(adapters, free_bytes, least_kv_bytes=2 * block_bytes)
     free_bytes -= adapters.num_bytes
@@ -137,6 +139,23 @@ def left_by_step(room: Room, step_bytes: int, num_tokens: int, *, least_kv_bytes
             instead=instead,
         )
     return free_bytes
+
+
+def longest_text(room: Room, wanted: int, least_step: int, bytes_of_step: Callable[[int], int]) -> int:
+    """Return the most tokens of a text of an encoder: `wanted`, halved until a step fits the memory, but at least `least_step`.
+
+    Beside other models it may take as much as a KV cache. See `plan_kv`.
+    """
+    free_bytes = room.available_bytes - room.num_weight_bytes - RESERVE_BYTES
+    if room.num_models > 1:
+        part_bytes = (free_bytes - room.beside_bytes) // (2 * room.num_models)
+        if part_bytes < bytes_of_step(min(wanted, LEAST_TOKENS_BESIDE)):  # the models take turns in memory
+            part_bytes = free_bytes // (2 * room.num_models)
+        free_bytes = part_bytes
+    longest = wanted
+    while longest > least_step and bytes_of_step(longest) > free_bytes:
+        longest = max(least_step, longest // 2)
+    return longest
 
 
 def plan_gpu_kv(

@@ -34,6 +34,13 @@ def log_model(blueprint: Blueprint, model: LoadedModel) -> None:
             capacity.max_rows,
             counted(capacity.max_step_tokens, "token"),
         )
+        if blueprint.measured_plan.is_shortened:
+            _log.warning(
+                "the model takes texts of up to %d tokens, but the memory is enough for %d; free some for longer ones, or set "
+                "--max-model-len to a length between",
+                model.encoder.max_tokens,
+                capacity.max_model_len,
+            )
     lora = blueprint.lora
     if lora.is_on:
         _log.info(
