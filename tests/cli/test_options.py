@@ -94,6 +94,25 @@ def test_a_file_of_several_models_does_not_mean_the_default_one(tmp_path: Path) 
     assert _config(env={"PENSTOCK_CONFIG": str(path), "PENSTOCK_MODEL": "second"}).model.model == "second"
 
 
+@pytest.mark.parametrize("name", ["simulate", "bench", "tune", "plan"])
+def test_an_option_of_a_command_alone_is_not_the_files_setting_of_this_name(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('seed = 7\nreplicas = 0\nmax_replicas = 2\nrouter = "least-work"\nmax_num_seqs = 5\n')
+    command = cli.get_command(click.Context(cli), name)
+    assert command is not None
+    values = command.make_context(name, ["--config", str(path)]).params
+    assert (values["seed"], values["max_num_seqs"]) == (0, 5), "a workload's seed"
+    assert values.get("router", "least-work") == "least-work", "the same as a cluster's"
+
+
+def test_texts_are_embedded_by_the_files_model(tmp_path: Path) -> None:
+    path = tmp_path / "p.toml"
+    path.write_text('model = "mine"\n')
+    command = cli.get_command(click.Context(cli), "embed")
+    assert command is not None
+    assert command.make_context("embed", [str(path), "--config", str(path)]).params["model"] == "mine"
+
+
 def test_a_named_model_has_the_settings_of_its_table(tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_text(

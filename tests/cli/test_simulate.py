@@ -77,6 +77,25 @@ def test_a_models_table_sets_what_is_simulated(simulate: Simulate) -> None:
     assert "are not read, and smal has no table [[models]]." in simulate(*SMALL, "--config", "p.toml", "smal")
 
 
+def test_replicas_scale_as_those_of_a_clusters_file(simulate: Simulate) -> None:
+    Path("p.toml").write_text(
+        'replicas = 0\nmax_replicas = 4\n[[models]]\nmodel = "one.gguf"\nreplicas = 1\n'
+        '[[models]]\nmodel = "two.gguf"\nmax_replicas = 2\n'
+    )
+    for words, shown in (
+        ((), ["0..4"]),
+        (("one.gguf",), ["1..4"]),
+        (("two.gguf",), ["0..2"]),
+        (("--replicas", "2"), ["2"]),
+        (("--vary", "replicas=3,1..2"), []),
+    ):
+        out = " ".join(simulate(*SMALL, "--config", "p.toml", *words).split())
+        assert re.findall(r"\breplicas = ([\d.]*\d)", out) == shown, out
+        assert ("replica-hours" in out) == (shown != ["2"]), out
+    Path("p.toml").write_text("max_replicas = 1\n")
+    assert "replicas is 2, and max_replicas 1." in simulate(*SMALL, "--config", "p.toml")
+
+
 def test_a_report_has_the_settings_of_a_models_table(simulate: Simulate) -> None:
     Path("p.toml").write_text(
         'max_num_seqs = 4\npolicy = "edf"\n[policy_args]\nmax_delay_ns = 5\n'

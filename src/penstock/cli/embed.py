@@ -41,7 +41,13 @@ _NOT_HERE = ("model", *NOT_IN_THE_LAB, "experts_on_disk")
 
 @click.command(cls=GroupedCommand, epilog=EPILOG)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--model", default="minilm", show_default=True, help="Catalogue name, .gguf file, directory or hf:org/repo.")
+@click.option(
+    "--model",
+    default="minilm",
+    envvar="PENSTOCK_MODEL",
+    show_default=True,
+    help="Catalogue name, .gguf file, directory or hf:org/repo.",
+)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Default: FILE with .npy appended.")
 @click.option("--field", help="Key of the text in each object of a .jsonl FILE.  [default: text]")
 @click.option("--prompt-name", help="Prompt of the model's files before each text, such as query; by default the files' own.")

@@ -19,7 +19,7 @@ from penstock.config.components import COMPONENTS
 from penstock.config.routing import Routing
 from penstock.config.setting import Kind, Setting, settings_of
 from penstock.config.several import find_table, own_settings
-from penstock.config.sources import all_settings, read_config_file, unknown_variables
+from penstock.config.sources import ConfigFile, all_settings, read_config_file, unknown_variables
 from penstock.types.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-_TABLES_KEY = "penstock.cli.tables"
-"""Key in the `meta` of click's context for the [[models]] tables of the --config file."""
-_ROUTING_KEY = "penstock.cli.routing"
-"""The same for its [[routes]], [[upstreams]] and [[pipelines]]."""
+_FILE_KEY = "penstock.cli.file"
+"""Key in the `meta` of click's context for the --config file."""
 _WORDS_KEY = "penstock.cli.words"
 """Key of the words that a command was given."""
 EPILOG = (
@@ -178,8 +176,7 @@ def with_table(values: Mapping[str, Any]) -> dict[str, Any]:
     context = click.get_current_context()
     table = own_settings(find_table(values["model"], tables_of_file()) or {})
     names = {name for name in table if name == "model" or not is_given(name)}
-    params = [param for param in context.command.params if param.name in names]
-    # Options of a command may read a setting in their own way, such as `--replicas` of `simulate`.
+    params = [param for param in context.command.params if param.name in names and param.envvar]
     return {**values, **{str(param.name): param.process_value(context, table[str(param.name)]) for param in params}}
 
 
@@ -209,8 +206,7 @@ def given_words() -> list[str]:
 
 def tables_of_file() -> tuple[dict[str, object], ...]:
     """Return the [[models]] tables of the --config file."""
-    tables: tuple[dict[str, object], ...] = click.get_current_context().meta.get(_TABLES_KEY, ())
-    return tables
+    return _file().models
 
 
 def routing_of_file() -> Routing:
@@ -218,10 +214,20 @@ def routing_of_file() -> Routing:
 
     Each upstream gets the command's limits of tenants.
     """
-    context = click.get_current_context()
-    routing: Routing = context.meta.get(_ROUTING_KEY, Routing())
-    limits: dict[str, Any] = {key: context.params.get(key) for key in ("tenant_max_concurrent", "tenant_tokens_per_minute")}
+    params, routing = click.get_current_context().params, _file().routing
+    limits: dict[str, Any] = {key: params.get(key) for key in ("tenant_max_concurrent", "tenant_tokens_per_minute")}
     return replace(routing, upstreams=tuple([replace(one, **limits) for one in routing.upstreams]))
+
+
+def settings_of_file(model: str | None) -> dict[str, object]:
+    """Return all settings of the --config file and of the [[models]] table that `model` names."""
+    file = _file()
+    return {**file.values, **((model and find_table(model, file.models)) or {})}
+
+
+def _file() -> ConfigFile:
+    file: ConfigFile = click.get_current_context().meta.get(_FILE_KEY, ConfigFile({}))
+    return file
 
 
 class _Option(click.Option):
@@ -343,8 +349,10 @@ def _use_config_file(ctx: click.Context, param: click.Parameter, path: Path | No
         file = read_config_file(path)
     except ConfigError as error:
         raise _bad_value(str(error), ctx, param) from None
-    ctx.default_map = {**(ctx.default_map or {}), **file.values}
-    ctx.meta[_TABLES_KEY], ctx.meta[_ROUTING_KEY] = file.models, file.routing
+    # An option without a variable is the command's own, even if it has a setting's name, such as the seed of a workload.
+    own = {param.name for param in ctx.command.params if not param.envvar}
+    ctx.default_map = {**(ctx.default_map or {}), **{key: value for key, value in file.values.items() if key not in own}}
+    ctx.meta[_FILE_KEY] = file
 
 
 tls_options = add_options(

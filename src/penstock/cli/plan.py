@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 @click.option(
     "--router",
     default="round-robin",
+    envvar="PENSTOCK_ROUTER",
     show_default=True,
     metavar="NAME",
     help="With several replicas: round-robin, least-work, prefix or MODULE:CLASS.",

@@ -27,6 +27,7 @@ from penstock.cli.options import (
     is_named,
     model_argument,
     option_text,
+    settings_of_file,
     slo_option,
     tables_of_file,
     with_table,
@@ -112,7 +113,14 @@ class _Replicas(click.ParamType[_Bounds]):
 @click.option(
     "--start-s", type=NumberRange(0, 1e6), default=30.0, show_default=True, help="Seconds that a replica takes to start."
 )
-@click.option("--router", default="round-robin", show_default=True, metavar="NAME", help="Or least-work, prefix, MODULE:CLASS.")
+@click.option(
+    "--router",
+    default="round-robin",
+    envvar="PENSTOCK_ROUTER",
+    show_default=True,
+    metavar="NAME",
+    help="Or least-work, prefix, MODULE:CLASS.",
+)
 @click.option(
     "--prefill-replicas", type=click.IntRange(0, MAX_REPLICAS), default=0, help="Servers that compute prompts for the others."
 )
@@ -289,8 +297,14 @@ def _sides(context: click.Context, vary: Sequence[str], without: str | None) -> 
 def _asked(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of one run. Compared options win over the model's [[models]] table."""
     asked = {**values, **changes}
-    if "model" in changes or is_named():
+    has_table = "model" in changes or is_named()
+    settings = settings_of_file(asked["model"] if has_table else None)
+    if has_table:
         asked = {**with_table(asked), **{key: value for key, value in changes.items() if key != "model"}}
+    of_cluster = {key: value for key, value in settings.items() if key in ("replicas", "max_replicas")}
+    if of_cluster and "replicas" not in changes and not is_given("replicas"):
+        cluster = config_from(of_cluster).cluster
+        asked["replicas"] = _Bounds(cluster.replicas, cluster.most)
     return asked
 
 
