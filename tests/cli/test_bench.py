@@ -129,16 +129,22 @@ def test_a_chat_is_asked_with_messages_and_more_fields(penstock: Penstock, serve
         ("http://10.0.0.7:8000", False, None),
         ("https://localhost.example.com", False, None),
         ("http://127.0.0.1.example.com", False, None),
-        ("https://example.com", True, "a b"),
+        ("https://example.com", True, "b"),
     ],
 )
 def test_the_keys_of_serve_are_for_this_machine(url: str, is_typed: bool, key: str | None) -> None:
-    assert bench._key_for(url, "a b", is_typed=is_typed) == key
+    assert bench._key_for(url, ("a", "b"), is_typed=is_typed) == key
 
 
-def test_a_server_on_this_machine_gets_the_first_key_of_the_environment(penstock: Penstock, serve) -> None:
+@pytest.mark.parametrize(
+    "env", [{"PENSTOCK_API_KEY": "a b"}, {"PENSTOCK_CONFIG": "p.toml"}, {"PENSTOCK_API_KEY": "a", "PENSTOCK_CONFIG": "p.toml"}]
+)
+def test_a_server_on_this_machine_gets_the_first_key_of_its_settings(
+    env: dict[str, str], penstock: Penstock, serve, tmp_path: Path
+) -> None:
+    (tmp_path / "p.toml").write_text('api_key = ["a", "b"]\n')
     server = serve()
-    done = penstock("bench", "--url", server.url, *FEW, env={"PENSTOCK_API_KEY": "a b"})
+    done = penstock("bench", "--url", server.url, *FEW, env=env)
     assert done.returncode == 0, done.stderr
     assert {request.headers["authorization"] for request in server.requests} == {"Bearer a"}
 

@@ -127,8 +127,9 @@ _bench_options = add_options(
     click.option(
         "--api-key",
         envvar="PENSTOCK_API_KEY",
+        multiple=True,  # as in the environment and the file, which may have keys of several clients
         metavar="KEY",
-        help="Key of the server. PENSTOCK_API_KEY is sent only to a server on this machine.",
+        help="Key of the server. One of PENSTOCK_API_KEY or --config is sent only to a server on this machine.",
     ),
     tls_options,
     click.option(
@@ -372,14 +373,14 @@ def _is_given(name: str) -> bool:
     return is_given(name) or (name == "model" and click.get_current_context().params.get("model_word") is not None)
 
 
-def _key_for(url: str, api_key: str | None, *, is_typed: bool) -> str | None:
+def _key_for(url: str, api_keys: Sequence[str], *, is_typed: bool) -> str | None:
     """Return the API key to send. Raises PenstockError for a bad URL.
 
-    Keys in the environment are for `serve` on this machine, so only a server on this machine gets the first of them.
+    Keys of the environment or a file are for `serve` on this machine, so only a server on this machine gets the first of them.
     """
-    if api_key is None or is_typed:
-        return api_key
-    return next(iter(api_key.split()), None) if Address.of(url).is_loopback else None
+    if is_typed:
+        return api_keys[-1]
+    return api_keys[0] if api_keys and Address.of(url).is_loopback else None
 
 
 def _named_tokenizer(values: Mapping[str, Any]) -> Tokenizer | None:
