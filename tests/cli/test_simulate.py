@@ -98,7 +98,7 @@ def test_replicas_scale_as_those_of_a_clusters_file(simulate: Simulate) -> None:
 
 def test_a_report_has_the_settings_of_a_models_table(simulate: Simulate) -> None:
     Path("p.toml").write_text(
-        'max_num_seqs = 4\npolicy = "edf"\n[policy_args]\nmax_delay_ns = 5\n'
+        'max_num_seqs = 4\npolicy = "edf"\n[policy_args]\nmax_slack_ns = 5\n'
         '[[models]]\nmodel = "a.gguf"\nserved_model_name = "small"\nmax_num_seqs = 2\npolicy = "fcfs"\n'
     )
     out = " ".join(simulate(*SMALL, "small", "--config", "p.toml").split())
@@ -106,6 +106,9 @@ def test_a_report_has_the_settings_of_a_models_table(simulate: Simulate) -> None
     assert "max_num_seqs = 2" in out
     assert "policy = fcfs" in out
     assert "policy_args" not in out
+    out = " ".join(simulate(*SMALL, "--config", "p.toml", "--vary", "model=small,other", "--vary", "rate=20,30").split())
+    assert re.findall(r"Options of (\w+), \d+: [^.]*max_num_seqs = (\d)", out) == [("small", "2")] * 2 + [("other", "4")] * 2
+    assert "rate = 20" not in out, "of no run, or in its name"
 
 
 def test_keys_of_the_server_keep_prefixes_apart(simulate: Simulate) -> None:

@@ -167,7 +167,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     asked_of_sides = [_asked(values, changes) for _, changes in sides]
     _check(asked_of_sides, {name for _, changes in sides for name in changes})
     for (name, changes), asked in zip(sides, asked_of_sides, strict=True):
-        of_table = {key: asked[key] for key in values if key not in changes and asked[key] != values[key]}
+        own = {key: asked[key] for key in values if asked[key] != values[key]}
         chosen = replace(choice, **{key: value for key, value in changes.items() if key in _CHOICES})
         cost, words = cost_of_option(asked["cost"])
         simulation = _simulation(asked, cost, seed=chosen.seed)
@@ -189,7 +189,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
             Run(
                 workload=workload.name,
                 name=name,
-                options=given(context, of_table),
+                options=given(context, own, without=changes),
                 seed=chosen.seed,
                 load=load_of(chosen.mean_rate, users),
                 how="simulated",
@@ -359,12 +359,15 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
     )
 
 
-def given(context: click.Context, of_table: Mapping[str, Any]) -> dict[str, Json]:
-    """Return the options for the report, without outputs and secrets. `of_table`: values of the model's [[models]] table."""
-    hidden = (*_OUTPUTS, "api_key")
+def given(context: click.Context, own: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Json]:
+    """Return the options of a run for the report, without outputs and secrets.
+
+    `own`: the run's values that the file or its [[models]] table sets. `without`: compared options; its name has their values.
+    """
+    hidden = (*_OUTPUTS, "api_key", *without)
     params = {
-        name: of_table.get(name, value)
+        name: own.get(name, value)
         for name, value in context.params.items()
-        if name in of_table or context.get_parameter_source(name) is not ParameterSource.DEFAULT
+        if name in own or context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
     return {name: option_text(value) for name, value in params.items() if value is not None and name not in hidden}

@@ -74,14 +74,18 @@ def sections_of(result: Result, *, every_run: bool = True) -> Iterator[Section]:
     notes += [f"Seed: {', '.join(seeds[:MAX_WORKLOADS])}{', ...' if len(seeds) > MAX_WORKLOADS else ''}."] if seeds else []
     if any(run.how == "simulated" for run in result.runs):
         notes.append("Simulated: an estimate, not a measurement.")
-    told = [first.target.model and f"model {first.target.model}", first.target.server, first.target.url]
-    if any(told):
-        notes.append(f"Target: {', '.join(filter(None, told))}.")
+    targets = [run.target for run in result.runs]
+    told = [", ".join(filter(None, [one.model and f"model {one.model}", one.server, one.url])) for one in targets]
+    notes += [f"Target: {target}." for target in dict.fromkeys(told) if target]
     on = result.machine
     begun = f" Begun at {first.begun_at}." if first.begun_at else ""
     notes.append(f"Client's machine: {on.cpu or 'unknown CPU'}, {on.num_cpus} CPUs.{begun}")
-    if first.options:
-        notes.append("Options: " + ", ".join(f"{name} = {value}" for name, value in first.options.items()) + ".")
+    options = [{f"{name} = {value}": None for name, value in run.options.items()} for run in result.runs]
+    shared = [text for text in options[0] if all(text in one for one in options)]
+    notes += [f"Options: {', '.join(shared)}."] if shared else []
+    names = [plots.run_name(run, position) for position, run in enumerate(result.runs)]
+    rests = [", ".join(text for text in one if text not in shared) for one in options]
+    notes += dict.fromkeys(f"Options of {name}: {rest}." for name, rest in zip(names, rests, strict=True) if rest)
     shows_runs = every_run or not several
     intervals = "`penstock bench report` and `penstock simulate` show their intervals with --every-run."
     if shows_runs:
