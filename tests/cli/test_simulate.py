@@ -106,9 +106,13 @@ def test_a_report_has_the_settings_of_a_models_table(simulate: Simulate) -> None
     assert "max_num_seqs = 2" in out
     assert "policy = fcfs" in out
     assert "policy_args" not in out
-    out = " ".join(simulate(*SMALL, "--config", "p.toml", "--vary", "model=small,other", "--vary", "rate=20,30").split())
-    assert re.findall(r"Options of (\w+), \d+: [^.]*max_num_seqs = (\d)", out) == [("small", "2")] * 2 + [("other", "4")] * 2
-    assert "rate = 20" not in out, "of no run, or in its name"
+    compared = ("--vary", "model=small,other", "--vary", "rate=20,30")
+    out = " ".join(simulate(*SMALL, "small", "--config", "p.toml", *compared).split())
+    assert re.findall(r"Options of (.*?): [^.]*max_num_seqs = (\d)", out) == [
+        ("small, 20; small, 30", "2"),
+        ("other, 20; other, 30", "4"),
+    ]
+    assert not re.search(r"\brate = |\bmodel\w* = ", out), "in the names of the runs"
 
 
 def test_keys_of_the_server_keep_prefixes_apart(simulate: Simulate) -> None:

@@ -83,14 +83,14 @@ def test_every_workload_is_named_as_of_repeats_with_other_seeds() -> None:
 
 
 def test_options_that_runs_do_not_share_are_those_of_each() -> None:
-    own = {"a": {"slo": "x", "rows": 2}, "b": {"slo": "x", "rows": 3}, "c": {"slo": "x"}}
+    own = {"a": {"slo": "x", "rows": 2}, "b": {"slo": "x", "rows": 3}, "c": {"slo": "x"}, "d": {"slo": "x", "rows": 2}}
     runs = [run_of([record()], name=name, options=one, target=AskedTarget(model=name)) for name, one in own.items()]
     text = as_text(list(sections_of(result_of(*runs, *runs), every_run=False)))
     lines = [line for line in text.splitlines() if line.startswith(("Target", "Options"))]
     assert lines == [
         *(f"Target: model {name}." for name in own),
         "Options: slo = x.",
-        "Options of a: rows = 2.",
+        "Options of a; d: rows = 2.",
         "Options of b: rows = 3.",
     ]
 

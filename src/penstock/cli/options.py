@@ -222,7 +222,8 @@ def routing_of_file() -> Routing:
 def settings_of_file(model: str | None) -> dict[str, object]:
     """Return all settings of the --config file and of the [[models]] table that `model` names."""
     file = _file()
-    return {**file.values, **((model and find_table(model, file.models)) or {})}
+    table = find_table(model, file.models) if model else None
+    return {**file.values, **(table or {})}
 
 
 def _file() -> ConfigFile:

@@ -362,9 +362,11 @@ def _simulation(asked: Mapping[str, Any], cost: CostModel, *, seed: int) -> Simu
 def given(context: click.Context, own: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Json]:
     """Return the options of a run for the report, without outputs and secrets.
 
-    `own`: the run's values that the file or its [[models]] table sets. `without`: compared options; its name has their values.
+    `own`: the run's values that differ from the command's. `without`: compared options, with values in the run's name.
     """
-    hidden = (*_OUTPUTS, "api_key", *without)
+    hidden = {*_OUTPUTS, "api_key", *without}
+    if "model" in without:
+        hidden.add("model_word")
     params = {
         name: own.get(name, value)
         for name, value in context.params.items()

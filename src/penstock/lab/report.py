@@ -83,9 +83,10 @@ def sections_of(result: Result, *, every_run: bool = True) -> Iterator[Section]:
     options = [{f"{name} = {value}": None for name, value in run.options.items()} for run in result.runs]
     shared = [text for text in options[0] if all(text in one for one in options)]
     notes += [f"Options: {', '.join(shared)}."] if shared else []
-    names = [plots.run_name(run, position) for position, run in enumerate(result.runs)]
-    rests = [", ".join(text for text in one if text not in shared) for one in options]
-    notes += dict.fromkeys(f"Options of {name}: {rest}." for name, rest in zip(names, rests, strict=True) if rest)
+    names_of: dict[str, list[str]] = {}
+    for position, (run, one) in enumerate(zip(result.runs, options, strict=True)):
+        names_of.setdefault(", ".join(text for text in one if text not in shared), []).append(plots.run_name(run, position))
+    notes += [f"Options of {'; '.join(dict.fromkeys(names))}: {rest}." for rest, names in names_of.items() if rest]
     shows_runs = every_run or not several
     intervals = "`penstock bench report` and `penstock simulate` show their intervals with --every-run."
     if shows_runs:
