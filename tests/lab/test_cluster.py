@@ -142,9 +142,9 @@ def test_a_router_keeps_nothing_of_requests_that_ended(
     ends = Counter(record.end for record in some.run(of(*jobs, prefix_block_tokens=32)).records)
     assert min(ends[end] for end in (End.OK, End.CANCELLED, End.REFUSED, End.FAILED)) > 5
     (front,) = fronts
-    ledger, holdings = front.dispatcher._ledger, front.dispatcher._holdings
-    assert ledger.work == [0, 0, 0]
-    assert not ledger._entries
+    holdings = front.dispatcher._holdings
+    for ledger in (front.dispatcher._all, front.dispatcher._people):
+        assert (ledger.work, ledger._entries) == ([0, 0, 0], {})
     assert not holdings._expected
     assert not holdings._coming
     for number, (server, log) in enumerate(zip(front.servers, front._logs, strict=True)):
@@ -377,8 +377,7 @@ def test_answers_that_move_end_whatever_their_clients_do(monkeypatch: pytest.Mon
     assert min(record.gaps_ns[0] for record in moved) > 20 * MS, "the second token comes after the KV"
     are_used = [timeline.max_held > 0 for timeline in runs[0].timelines.values()]
     assert are_used == [True, False, True, True], "the first is filled before the second"
-    for front in fronts:
-        ledger = front.dispatcher._ledger
+    for ledger in [ledger for front in fronts for ledger in (front.dispatcher._all, front.dispatcher._people)]:
         assert (ledger.work, ledger.answers, ledger._entries) == ([0] * 4, [0] * 4, {})
 
 

@@ -596,7 +596,7 @@ class Fleet:
         stays = sampling.beams is not None or sampling.prompt_logprobs is not None or flight.is_suspect
         if self._slo_itl_ns is None or flight.abort_detail is not None or stays:
             return
-        work = {number: dispatcher.work_of(number) for number in dispatcher.numbers}
+        work = {number: dispatcher.work_of(number, with_background=request.background) for number in dispatcher.numbers}
         if (number := dispatcher.hand_over(request.request_id, self._unready_for({request.request_id}))) is None:
             return
         self.num_moved[ANSWER] += 1

@@ -242,16 +242,19 @@ def hold(dispatcher: Dispatcher, replica: int, num_tokens: int) -> None:
     dispatcher.hear(replica, Changes(names, []))
 
 
-def test_requests_of_the_background_are_work_of_a_replica_and_call_for_no_other() -> None:
+def test_requests_of_the_background_are_work_for_one_another_alone() -> None:
     router = Told()
     dispatcher = Dispatcher(router, 2, block_size=4)
     line, choice = [make_request(name, [7] * 30, background=True) for name in ("line", "another choice of it")]
     send(dispatcher, line)
     dispatcher.also(choice, 0, 10)
     send(dispatcher, make_request("chat", 1))
-    assert router.work[-1] == (30 + 10 + 10, 0)
+    send(dispatcher, make_request("another chat", 1))
+    send(dispatcher, make_request("another line", 1, background=True))
+    assert router.work[1:] == [(0, 0), (11, 0), (50 + 2 * 11, 0)]
+    assert [dispatcher.work_of(0, with_background=told) for told in (True, False)] == [50 + 3 * 11, 2 * 11]
     load = dispatcher.group_load(IDLE, 0)
-    assert (load.num_sent_tokens, load.num_waiting_tokens) == (11, 11)
+    assert (load.num_sent_tokens, load.num_waiting_tokens) == (22, 22)
 
 
 def test_a_source_is_another_replica_that_holds_more_by_now() -> None:
@@ -382,6 +385,20 @@ def test_prompts_that_need_more_replicas_than_are_left_go_to_all() -> None:
         begin(dispatcher, name, 0, router)
         assert (dispatcher.hand_over(name) == 0) == is_apart
         dispatcher.on_end(name)
+
+
+def test_answers_of_the_background_take_no_place_of_others() -> None:
+    """Six answers fit."""
+    router = Told()
+    dispatcher = taught(giving(2, slo_itl_ns=8_500_000, router=router))
+    for number in range(7):
+        choose(dispatcher, make_request(f"line {number}", [number] * 40, background=True))
+        dispatcher.on_tokens(f"line {number}", 1)
+    assert dispatcher.hand_over("line 6") is None
+    begin(dispatcher, "a", 0, router)
+    assert len(router.work[-1]) == 1, "one replica takes answers alone"
+    assert dispatcher.hand_over("a") == 0
+    assert dispatcher.hand_over("a") is None, "it is there"
 
 
 def test_what_has_not_begun_or_has_ended_does_not_move() -> None:

@@ -43,8 +43,8 @@ class CountingFleet(Fleet):
         return {
             "flights": len(self._flights),
             "in_flight": self._outbox.counts()[0],
-            "work": sum(dispatcher._ledger.work),
-            "entries": len(dispatcher._ledger._entries),
+            "work": sum(dispatcher._all.work),
+            "entries": len(dispatcher._all._entries),
             "expected": len(dispatcher._holdings._expected) + len(dispatcher._holdings._coming),
             "strangers": len(self._replicas) - len(self._by_number),
             "inbox": len(self._inbox),

@@ -52,7 +52,9 @@ class Dispatcher:
         self._split = None if slo_itl_ns is None or not has_prefix_caching else Split(slo_itl_ns)
         self._router, self._block_size = router, block_size
         self._has_prefix_caching = has_prefix_caching
-        self._ledger, self._holdings = Ledger(), Holdings(block_size)
+        self._holdings = Holdings(block_size)
+        self._all, self._people = Ledger(), Ledger()
+        """The second leaves out background requests. They give way to the others, so only they are routed by the first."""
         self._givers: set[int] = set()
         self._adapters: Recent[bytes, int] = Recent(MAX_ADAPTERS)
         """Fingerprint of an adapter -> bit set of the replicas that were sent a request with it. They may have evicted it: a
@@ -69,7 +71,8 @@ class Dispatcher:
         """
         number = next((number for number, taken in enumerate(self.numbers) if number != taken), len(self.numbers))
         self.numbers.insert(number, number)
-        self._ledger.join(number)
+        for ledger in (self._all, self._people):
+            ledger.join(number)
         if gives:
             self._givers.add(number)
         return number
@@ -112,10 +115,11 @@ class Dispatcher:
 
         Raises PenstockError if the router fails, or chooses no replica.
         """
-        numbers, work = self.numbers, self._ledger.work
+        ledger = self._all if request.background else self._people
+        numbers, work = self.numbers, ledger.work
         if but_not:
             numbers = [number for number in numbers if number not in but_not]
-        if num_answering := self._num_answering(numbers):
+        if num_answering := self._num_answering(numbers, ledger):
             numbers = numbers[num_answering:]
         depths = all_depths = self._holdings.depths(names, self.numbers[-1] + 1)
         if len(numbers) < len(work):
@@ -144,7 +148,7 @@ class Dispatcher:
         source, num_source_tokens = self._source_of(request, names, all_depths, number)
         choice = Choice(number, num_held_tokens, ahead[chosen], min(ahead), source, num_source_tokens)
         num_to_compute = request.num_prompt_tokens - max(num_held_tokens, num_source_tokens)
-        self._ledger.send(request.request_id, number, num_to_compute, num_new_tokens, background=request.background)
+        self._send(request, number, num_to_compute, num_new_tokens)
         self._holdings.expect(request.request_id, number, names, num_held_tokens)
         if request.adapter is not None:
             self._adapters.put(request.adapter.fingerprint, holders | 1 << number)
@@ -164,23 +168,30 @@ class Dispatcher:
         source = max(told, key=told.__getitem__, default=None)
         return (None, 0) if source is None or told[source] < least else (source, told[source])
 
-    def _num_answering(self, numbers: Sequence[int]) -> int:
+    def _send(self, request: Request, replica: int, num_prefill_tokens: int, num_new_tokens: int) -> None:
+        for ledger in (self._all,) if request.background else (self._all, self._people):
+            ledger.send(request.request_id, replica, num_prefill_tokens, num_new_tokens)
+
+    def _num_answering(self, numbers: Sequence[int], ledger: Ledger) -> int:
         """Return how many of these replicas should only decode. They are the first of `numbers`."""
         if self._split is None or not numbers or not self._givers.issuperset(numbers):
             return 0
-        return self._split.num_answering(len(numbers), sum([self._ledger.answers[number] for number in numbers]))
+        return self._split.num_answering(len(numbers), sum([ledger.answers[number] for number in numbers]))
 
     def hand_over(self, request_id: str, but_not: Collection[int] = ()) -> int | None:
         """Choose a replica to decode an answer that has its first token, and count the answer there. None: it stays."""
-        numbers, answers = [number for number in self.numbers if number not in but_not], self._ledger.answers
-        answering = numbers[: self._num_answering(numbers)]
-        giver = self._ledger.answers_at(request_id)
-        if self._split is None or giver is None or giver in answering:
+        ledgers = [ledger for ledger in (self._people, self._all) if ledger.answers_at(request_id) is not None]
+        if self._split is None or not ledgers:
+            return None
+        numbers, answers = [number for number in self.numbers if number not in but_not], ledgers[0].answers
+        answering = numbers[: self._num_answering(numbers, ledgers[0])]
+        if ledgers[0].answers_at(request_id) in answering:
             return None
         most = self._split.most_answers
         chosen = max([number for number in answering if answers[number] < most], key=answers.__getitem__, default=None)
         if chosen is not None:
-            self._ledger.move(request_id, chosen)
+            for ledger in ledgers:
+                ledger.move(request_id, chosen)
         return chosen
 
     def on_step(self, stats: StepStats) -> None:
@@ -189,17 +200,17 @@ class Dispatcher:
 
     def also(self, request: Request, replica: int, num_new_tokens: int) -> None:
         """Count a request as sent to a replica that already has a request with the same prompt."""
-        self._ledger.send(request.request_id, replica, 0, num_new_tokens, background=request.background)
+        self._send(request, replica, 0, num_new_tokens)
 
     def group_load(self, loads: Sequence[EngineLoad], num_unsent: int) -> GroupLoad:
         """Return the load of all replicas together. `num_unsent`: requests that wait for a first replica."""
-        ledger = self._ledger
+        people = self._people
         return GroupLoad(
             num_replicas=len(self.numbers),
             is_full=bool(self.numbers) and all(loads[number].num_waiting for number in self.numbers),
-            num_sent_tokens=ledger.num_sent_tokens,
-            num_done_tokens=ledger.num_done_tokens,
-            num_waiting_tokens=ledger.num_waiting_tokens,
+            num_sent_tokens=people.num_sent_tokens,
+            num_done_tokens=self._all.num_done_tokens,
+            num_waiting_tokens=people.num_waiting_tokens,
             num_unsent=num_unsent,
         )
 
@@ -219,19 +230,21 @@ class Dispatcher:
             )
         return chosen
 
-    def work_of(self, replica: int) -> int:
+    def work_of(self, replica: int, *, with_background: bool = True) -> int:
         """Return how many tokens a replica has yet to compute, of prompts and of expected answers."""
-        return self._ledger.work[replica]
+        return (self._all if with_background else self._people).work[replica]
 
     def hear(self, replica: int, changes: Changes) -> None:
         self._holdings.hear(replica, changes.added, changes.removed)
 
     def on_tokens(self, request_id: str, num_tokens: int) -> None:
         """Note that a request got tokens. Call `hear` before, for the blocks that its replica has by now."""
-        if self._ledger.on_tokens(request_id, num_tokens):
+        self._people.on_tokens(request_id, num_tokens)
+        if self._all.on_tokens(request_id, num_tokens):
             self._holdings.settle(request_id)
 
     def on_end(self, request_id: str) -> None:
         """Note that a request has ended. Idempotent."""
-        self._ledger.on_end(request_id)
+        for ledger in (self._all, self._people):
+            ledger.on_end(request_id)
         self._holdings.settle(request_id)

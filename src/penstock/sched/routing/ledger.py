@@ -10,7 +10,6 @@ class _Entry:
     replica: int
     num_prefill_tokens: int
     num_new_tokens: int
-    is_background: bool
     has_started: bool = False
 
 
@@ -35,16 +34,12 @@ class Ledger:
         entry = self._entries.get(request_id)
         return None if entry is None or not entry.has_started else entry.replica
 
-    def send(
-        self, request_id: str, replica: int, num_prefill_tokens: int, num_new_tokens: int, *, background: bool = False
-    ) -> None:
-        """Count a request. Background requests do not cause scaling up."""
-        self._entries[request_id] = _Entry(replica, num_prefill_tokens, num_new_tokens, background)
+    def send(self, request_id: str, replica: int, num_prefill_tokens: int, num_new_tokens: int) -> None:
+        self._entries[request_id] = _Entry(replica, num_prefill_tokens, num_new_tokens)
         num_tokens = num_prefill_tokens + num_new_tokens
         self.work[replica] += num_tokens
-        if not background:
-            self.num_sent_tokens += num_tokens
-            self.num_waiting_tokens += num_tokens
+        self.num_sent_tokens += num_tokens
+        self.num_waiting_tokens += num_tokens
 
     def on_tokens(self, request_id: str, num_tokens: int) -> bool:
         """Count tokens of an answer. Return whether they are its first. Requests that have ended are ignored."""
@@ -55,8 +50,7 @@ class Ledger:
         num_prefill_tokens = entry.num_prefill_tokens if is_first else 0
         if is_first:
             self.answers[entry.replica] += 1
-            if not entry.is_background:
-                self.num_waiting_tokens -= num_prefill_tokens + entry.num_new_tokens
+            self.num_waiting_tokens -= num_prefill_tokens + entry.num_new_tokens
         self.num_done_tokens += num_prefill_tokens + num_tokens
         num_new_tokens = min(num_tokens, entry.num_new_tokens)
         entry.num_new_tokens -= num_new_tokens
@@ -79,5 +73,5 @@ class Ledger:
         self.answers[entry.replica] -= entry.has_started
         num_prefill_tokens = 0 if entry.has_started else entry.num_prefill_tokens
         self.work[entry.replica] -= num_prefill_tokens + entry.num_new_tokens
-        if not entry.has_started and not entry.is_background:
+        if not entry.has_started:
             self.num_waiting_tokens -= num_prefill_tokens + entry.num_new_tokens

@@ -25,7 +25,8 @@ class Arrival:
     tenant: str
     priority: int
     work: Sequence[int]
-    """Tokens, of prompts and answers, that each replica still has to compute for the requests it was sent."""
+    """Tokens, of prompts and answers, that each replica still has to compute for the requests it was sent. Background requests
+    count only for one another."""
     held: Sequence[int]
     """Leading prompt tokens that each replica holds, or will hold after computing the requests it was sent. An adapter that it
     was sent before counts as the tokens that would fit its blocks."""
