@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -315,6 +316,41 @@ def test_many_takers_at_once(rigs: tuple[Rig, Rig]) -> None:
     server.close()
     for rig in rigs:
         settled(rig.engine)
+
+
+def test_what_several_lack_is_copied_once(rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choices of one prompt, and another prompt with the same beginning, are handed over at once."""
+    giver, taker = rigs
+    server, source = serve(giver.engine.blocks)
+    prompt, other = [*range(1, PROMPT + 1)], [*range(1, 101), *range(500, 601)]
+    answer(giver, make_request("other", other, max_tokens=8))
+    requests = [make_request(f"r{idx}", tokens, max_tokens=4) for idx, tokens in enumerate([prompt, prompt, prompt, other])]
+    fetcher, make_room, came = Fetcher(SECRET), Blocks.make_room, list[str]()
+
+    class UnderWay(dict):
+        def setdefault(self, *item):
+            earlier = super().setdefault(*item)
+            if earlier is not item[1]:
+                came.append("waits")
+            return earlier
+
+    def make_room_once_all_came(*arguments):
+        came.append("copies")
+        wait_until(lambda: len(came) >= len(requests))
+        return make_room(*arguments)
+
+    fetcher._under_way = UnderWay()
+    monkeypatch.setattr(Blocks, "make_room", make_room_once_all_came)
+    monkeypatch.setattr(transfer, "FETCH_S", TIMEOUT_S)
+    with ThreadPoolExecutor(len(requests)) as pool:
+        num_copied = list(pool.map(lambda request: fetcher.fetch(taker.engine.blocks, request, source), requests))
+    assert sum(num_copied) == 200 + 100
+    assert came.count("copies") == 2
+    assert not fetcher._under_way
+    for request in requests:
+        answer(taker, request)
+        assert request.num_cached_tokens == 200
+    server.close()
 
 
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")

@@ -247,6 +247,9 @@ class Fetcher:
         """Running mean of the transfer time of a block; 0 before the first transfer."""
         self._retry_after_s: dict[tuple[str, int], float] = {}
         """Address of a source that raised `_Late` -> when to try it again."""
+        self._under_way: dict[bytes, threading.Event] = {}
+        """First missing block of each transfer -> set at its end. Prompts that lack the same blocks have the same first one, so
+        no block comes twice."""
         self._maps = _Maps()
 
     def forget_closed(self) -> None:
@@ -267,9 +270,17 @@ class Fetcher:
             wanted = blocks.want(request, source.num_tokens, has_tail=source.has_request)
             if not wanted.missing.num_blocks:
                 return 0
-            with self._connect(address, end_s) as connection:
-                request_id = request.request_id if source.has_request else ""
-                num_filled = self._take(blocks, wanted, _Peer(connection, end_s), request_id)
+            first, has_ended = next(iter(wanted.missing.hashes), wanted.missing.tail), threading.Event()
+            if (earlier := self._under_way.setdefault(first, has_ended)) is not has_ended:
+                earlier.wait(end_s - time.monotonic())
+                return self.fetch(blocks, request, source, end_s)  # what is still missing
+            try:
+                with self._connect(address, end_s) as connection:
+                    request_id = request.request_id if source.has_request else ""
+                    num_filled = self._take(blocks, wanted, _Peer(connection, end_s), request_id)
+            finally:
+                del self._under_way[first]
+                has_ended.set()
         except Exception as error:  # the request is computed without the copy
             _log.warning("KV blocks can't be had from %s:%d, and are computed: %r", *address, error)
             if isinstance(error, _Late):
