@@ -283,6 +283,33 @@ def test_an_explanation_names_the_replica(pool) -> None:
         assert f"Replica {last} computed it, after 1 other replica" in choice["summary"]
 
 
+def test_running_requests_and_the_last_ones_of_people_to_end_are_explained() -> None:
+    with cluster(*gated(), router=LeastWork()) as made:
+        wait_until(lambda: made.fleet.num_replicas == 2)
+        made.fleet.max_ended, read_clock = 2, made.fleet.clock.now_ns
+
+        def submit(name: str, max_tokens: int = 1, *, background: bool = False) -> None:
+            made.fleet.submit(make_request(name, max_tokens=max_tokens, arrival_ns=read_clock(), background=background))
+
+        def explained(*names: str) -> set[str]:
+            return {one.request_id for one in made.fleet.explain_all(names, read_clock)}
+
+        submit("long", 100)
+        slow = working(made)
+        next(replica for replica in made.replicas.values() if replica is not slow).executor.open()
+        shorts, lines = [[f"{kind} {number}" for number in range(5)] for kind in ("short", "line")]
+        for number, name in enumerate(shorts, 1):
+            submit(name)
+            wait_until(lambda number=number: num_answers(made.front) == number)
+        assert explained("long", *shorts) == {"long", *shorts[-2:]}
+        slow.executor.open()
+        wait_until(lambda: num_answers(made.front) == 6)
+        for number, name in enumerate(lines, 7):
+            submit(name, background=True)
+            wait_until(lambda number=number: num_answers(made.front) == number)
+        assert explained("long", *shorts, *lines) == {"long", shorts[-1]}
+
+
 def route_of(name: str, *, moves: int) -> dict:
     zeros = dict.fromkeys(("cached_tokens", "tokens_ahead", "fewest_tokens_ahead", "fetched_tokens"), 0)
     return {"replica": name, "moves": moves, "move_ms": 0.0, "fetch_ms": 0.0, **zeros}

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
+from penstock.cluster.flights import Flight
 from penstock.cluster.link import Link
 from penstock.cluster.messages import Explain, Explained
 from penstock.obs.explain.explanation import Explanation, Route, continued
@@ -30,25 +31,33 @@ class _Query:
 class ExplanationQueries:
     """Not thread-safe: used on the fleet's event loop alone."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._routes: OrderedDict[str, Route] = OrderedDict()
-        """Request id -> its last replica and the earlier ones. The oldest entry is first."""
+    def __init__(self, loop: asyncio.AbstractEventLoop, flights: Mapping[str, Flight]) -> None:
+        """`flights`: unfinished requests by id."""
+        self._loop, self._flights = loop, flights
+        self._ended: OrderedDict[str, Route] = OrderedDict()
+        """Id of an ended request -> its last replica and the earlier ones. The oldest end is first."""
         self._open: dict[int, _Query] = {}
         self._num_asked = 0
 
-    def note(self, request_id: str, route: Route, max_routes: int) -> None:
-        """Remember the replica of a request. Keep at most `max_routes` requests, the latest ones."""
-        self._routes.pop(request_id, None)
-        self._routes[request_id] = route
-        while len(self._routes) > max_routes:
-            self._routes.popitem(last=False)
+    def keep(self, flight: Flight, max_ended: int) -> None:
+        """Remember the route of a request that has ended. Keep the last `max_ended` of them."""
+        request = flight.request
+        if flight.route is None or request.background:  # a batch would push out those that people ask about
+            return
+        self._ended[request.request_id] = flight.route
+        self._ended.move_to_end(request.request_id)
+        while len(self._ended) > max_ended:
+            self._ended.popitem(last=False)
+
+    def _route(self, request_id: str) -> Route | None:
+        flight = self._flights.get(request_id)
+        return self._ended.get(request_id) if flight is None else flight.route
 
     def ask(self, request_ids: Sequence[str], links: Mapping[str, Link], answer: Future[list[Explanation]]) -> None:
         """Ask the replicas that had these requests. `links`: name of a replica -> its link."""
         asked: dict[str, list[str]] = {}
         for request_id in request_ids:
-            if (route := self._routes.get(request_id)) is None:
+            if (route := self._route(request_id)) is None:
                 continue
             for name in {route.replica, *route.before} & links.keys():
                 asked.setdefault(name, []).append(request_id)
@@ -70,7 +79,7 @@ class ExplanationQueries:
         if query is None:  # it came too late
             return
         for one in explained.explanations:
-            route, fetch = self._routes.get(one.request_id), explained.fetches.get(one.request_id)
+            route, fetch = self._route(one.request_id), explained.fetches.get(one.request_id)
             if route is not None and fetch is not None:
                 route = replace(route, num_fetched_tokens=fetch.num_tokens, fetch_ns=fetch.duration_ns)
             query.found[one.request_id, replica] = replace(one, arrival_ns=one.arrival_ns + shift_ns, route=route)
@@ -88,7 +97,7 @@ class ExplanationQueries:
     def _combined(self, found: Mapping[tuple[str, str], Explanation]) -> Iterator[Explanation]:
         """Yield one explanation per request: the last replica's, joined to that of the replica that made the first token."""
         for (request_id, replica), last in found.items():
-            route = self._routes.get(request_id)
+            route = self._route(request_id)
             if route is None or route.replica != replica:
                 continue
             earlier = [found[request_id, name] for name in route.before if name != replica and (request_id, name) in found]

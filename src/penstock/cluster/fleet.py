@@ -141,7 +141,7 @@ class Fleet:
         self._flights: dict[str, Flight] = {}
         self._dispatcher: Dispatcher | None = None
         self._num_sent = 0
-        self._queries = ExplanationQueries(self._loop)
+        self._queries = ExplanationQueries(self._loop, self._flights)
         self._scaler: Scaler | None = None
         self._scaling: asyncio.Task[None] | None = None
         self._on_wanted: Callable[[int], None] = lambda _: None
@@ -582,9 +582,8 @@ class Fleet:
         """Give a request to a replica, and remember that for explanations."""
         request_id = flight.request.request_id
         flight.replica, replica.flights[request_id] = replica, flight
-        route = Route(replica.name, num_held, num_ahead, fewest_ahead, flight.before)
-        self._queries.note(request_id, route, self.max_ended + len(self._flights))
-        flight.before += (replica.name,)
+        before = () if flight.route is None else (*flight.route.before, flight.route.replica)
+        flight.route = Route(replica.name, num_held, num_ahead, fewest_ahead, before)
 
     def _hand_over(self, flight: Flight) -> None:
         """Move a request to another replica after its first token, if the dispatcher disaggregates prefill and decode."""
@@ -673,6 +672,12 @@ class Fleet:
             assert self._dispatcher is not None, "it was sent"
             self._dispatcher.on_end(request_id)
 
+    def _remove(self, flight: Flight) -> None:
+        """Note that a request has ended."""
+        self._detach(flight)
+        del self._flights[flight.request.request_id]
+        self._queries.keep(flight, self.max_ended)
+
     def _move(self, flights: Iterable[Flight]) -> None:
         """Send requests whose replica was lost to others. End those that were aborted, failed too often or can't be resumed."""
         moving: list[Flight] = []
@@ -702,8 +707,7 @@ class Fleet:
 
     def _end(self, flight: Flight, reason: FinishReason, detail: str, because: RejectReason | None = None) -> None:
         """End a request at the front, without a replica."""
-        self._detach(flight)
-        del self._flights[flight.request.request_id]
+        self._remove(flight)
         now_ns = self.clock.now_ns()
         chunk = flight.end_at(now_ns, reason, detail, because)
         self._observer.on_finish(request_stats(flight.request, now_ns, chunk.reject_reason))
@@ -766,8 +770,7 @@ class Fleet:
                 self._dispatcher.on_tokens(chunk.request_id, len(chunk.token_ids))
             chunks.append(chunk)
             if chunk.finish_reason is not None:
-                del self._flights[chunk.request_id]
-                self._detach(flight)
+                self._remove(flight)
                 ended.append((chunk, flight))
         try:
             self._observe([self._pooled(step, shift_ns) for step in report.steps], first, gaps_ns, ended)

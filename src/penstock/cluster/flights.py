@@ -9,6 +9,7 @@ from typing import Any
 from penstock.cluster.link import Link
 from penstock.engine.core import request_stats
 from penstock.engine.ports import OutputChunk
+from penstock.obs.explain.explanation import Route
 from penstock.sched import progress
 from penstock.types.errors import RejectReason
 from penstock.types.request import FinishReason, Request
@@ -69,8 +70,8 @@ class Flight:
     num_failures: int = 0
     """How many of these failed while they had the request, which may be the cause. The others only refused it."""
     last_token_ns: int = 0
-    before: tuple[str, ...] = ()
-    """Names of the replicas that the request was sent to, in order."""
+    route: Route | None = None
+    """Its replica and the earlier ones, for explanations. None until it was sent."""
     stats: RequestStats | None = None
     """Final stats that the replica reported."""
     num_gaps: int = 0
