@@ -241,6 +241,14 @@ def test_a_source_that_is_silent_is_left_alone_for_a_while(rigs: tuple[Rig, Rig]
     server.close()
 
 
+def test_a_source_is_not_blamed_for_the_time_that_a_request_waited(rigs: tuple[Rig, Rig]) -> None:
+    fetcher = Fetcher(SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        source, end_s = Source("127.0.0.1", silent.getsockname()[1], PROMPT), time.monotonic() + 0.1
+        assert fetcher.fetch(rigs[1].engine.blocks, make_request("second", PROMPT), source, end_s) == 0
+    assert not fetcher._retry_after_s
+
+
 def test_a_giver_survives_that_it_can_not_take_somebody(rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch, caplog) -> None:
     giver, taker = rigs
     start, failures = threading.Thread.start, iter([RuntimeError("can't start new thread")])
@@ -318,6 +326,18 @@ def test_many_takers_at_once(rigs: tuple[Rig, Rig]) -> None:
         settled(rig.engine)
 
 
+class UnderWay(dict[bytes, threading.Event]):
+    def __init__(self) -> None:
+        self.waits: list[bytes] = []
+        """An entry for each wait for another request's transfer."""
+
+    def setdefault(self, first: bytes, has_ended: threading.Event) -> threading.Event:
+        earlier = super().setdefault(first, has_ended)
+        if earlier is not has_ended:
+            self.waits.append(first)
+        return earlier
+
+
 def test_what_several_lack_is_copied_once(rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     """The choices of one prompt, and another prompt with the same beginning, are handed over at once."""
     giver, taker = rigs
@@ -325,31 +345,59 @@ def test_what_several_lack_is_copied_once(rigs: tuple[Rig, Rig], monkeypatch: py
     prompt, other = [*range(1, PROMPT + 1)], [*range(1, 101), *range(500, 601)]
     answer(giver, make_request("other", other, max_tokens=8))
     requests = [make_request(f"r{idx}", tokens, max_tokens=4) for idx, tokens in enumerate([prompt, prompt, prompt, other])]
-    fetcher, make_room, came = Fetcher(SECRET), Blocks.make_room, list[str]()
+    fetcher, under_way, make_room, copies = Fetcher(SECRET), UnderWay(), Blocks.make_room, list[int]()
 
-    class UnderWay(dict):
-        def setdefault(self, *item):
-            earlier = super().setdefault(*item)
-            if earlier is not item[1]:
-                came.append("waits")
-            return earlier
+    def make_room_once_all_came(blocks, wanted, num_blocks):
+        copies.append(num_blocks)
+        wait_until(lambda: len(under_way.waits) + len(copies) >= len(requests))
+        return make_room(blocks, wanted, num_blocks)
 
-    def make_room_once_all_came(*arguments):
-        came.append("copies")
-        wait_until(lambda: len(came) >= len(requests))
-        return make_room(*arguments)
-
-    fetcher._under_way = UnderWay()
+    fetcher._under_way = under_way
     monkeypatch.setattr(Blocks, "make_room", make_room_once_all_came)
-    monkeypatch.setattr(transfer, "FETCH_S", TIMEOUT_S)
+    for name in ("FETCH_S", "GIVE_S"):
+        monkeypatch.setattr(transfer, name, TIMEOUT_S)
     with ThreadPoolExecutor(len(requests)) as pool:
         num_copied = list(pool.map(lambda request: fetcher.fetch(taker.engine.blocks, request, source), requests))
     assert sum(num_copied) == 200 + 100
-    assert came.count("copies") == 2
-    assert not fetcher._under_way
+    assert len(copies) == 2
+    assert not under_way
     for request in requests:
         answer(taker, request)
         assert request.num_cached_tokens == 200
+    server.close()
+
+
+@pytest.mark.parametrize("error", [transfer._Late(), ConnectionError()])
+def test_those_that_wait_for_a_failed_transfer_try_themselves(
+    error: OSError, rigs: tuple[Rig, Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not with a source that was late."""
+    giver, taker = rigs
+    server, source = serve(giver.engine.blocks)
+    fetcher, under_way, connect, num_tries, has_ended = Fetcher(SECRET), UnderWay(), Fetcher._connect, 0, threading.Event()
+
+    def connect_once_failed(*arguments) -> socket.socket:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries > 1:
+            return connect(*arguments)
+        wait_until(lambda: under_way.waits)
+        raise error
+
+    def fetch(name: str) -> int:
+        num_copied = fetcher.fetch(taker.engine.blocks, make_request(name, PROMPT), source)
+        has_ended.set()
+        return num_copied
+
+    fetcher._under_way = under_way
+    monkeypatch.setattr(Fetcher, "_connect", connect_once_failed)
+    monkeypatch.setattr(transfer, "FETCH_S", TIMEOUT_S)
+    monkeypatch.setattr(transfer._log, "warning", lambda *_: has_ended.wait(TIMEOUT_S))  # a slow disk
+    with ThreadPoolExecutor(2) as pool:
+        num_copied = sorted(pool.map(fetch, "ab"))
+    is_late = isinstance(error, transfer._Late)
+    assert (num_copied, num_tries) == (([0, 0], 1) if is_late else ([0, 200], 2))
+    assert not under_way
     server.close()
 
 

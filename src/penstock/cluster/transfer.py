@@ -270,7 +270,8 @@ class Fetcher:
             wanted = blocks.want(request, source.num_tokens, has_tail=source.has_request)
             if not wanted.missing.num_blocks:
                 return 0
-            first, has_ended = next(iter(wanted.missing.hashes), wanted.missing.tail), threading.Event()
+            missing, has_ended = wanted.missing, threading.Event()
+            first = missing.hashes[0] if missing.hashes else missing.parent + missing.tail
             if (earlier := self._under_way.setdefault(first, has_ended)) is not has_ended:
                 earlier.wait(end_s - time.monotonic())
                 return self.fetch(blocks, request, source, end_s)  # what is still missing
@@ -278,19 +279,19 @@ class Fetcher:
                 with self._connect(address, end_s) as connection:
                     request_id = request.request_id if source.has_request else ""
                     num_filled = self._take(blocks, wanted, _Peer(connection, end_s), request_id)
+            except _Late:
+                if end_s - began_s > FETCH_S / 2:  # else an earlier wait took the time
+                    self._back_off(address)  # before those that wait for this transfer try the same source
+                raise
             finally:
                 del self._under_way[first]
                 has_ended.set()
         except Exception as error:  # the request is computed without the copy
             _log.warning("KV blocks can't be had from %s:%d, and are computed: %r", *address, error)
-            if isinstance(error, _Late):
-                now_s = time.monotonic()
-                self._retry_after_s = {one: at_s for one, at_s in self._retry_after_s.items() if at_s > now_s}
-                self._retry_after_s[address] = now_s + BACK_OFF_S
             return 0
         if num_filled:
             self._learn(1e9 * (time.monotonic() - began_s) / num_filled)
-        filled = wanted.missing.first(num_filled)
+        filled = missing.first(num_filled)
         return len(filled.hashes) * blocks.block_size + len(filled.tail) // TOKEN_BYTES
 
     def _connect(self, address: tuple[str, int], end_s: float) -> socket.socket:
@@ -298,6 +299,11 @@ class Fetcher:
             return socket.create_connection(address, timeout=max(0.001, end_s - time.monotonic()))
         except OSError as error:
             raise _Late(str(error)) from error
+
+    def _back_off(self, address: tuple[str, int]) -> None:
+        now_s = time.monotonic()
+        self._retry_after_s = {one: at_s for one, at_s in self._retry_after_s.items() if at_s > now_s}
+        self._retry_after_s[address] = now_s + BACK_OFF_S
 
     def _is_cheap(self, blocks: Blocks) -> bool:
         compute_ns_per_block = blocks.compute_ns_per_block
