@@ -255,6 +255,8 @@ def test_requests_of_the_background_are_work_for_one_another_alone() -> None:
     assert [dispatcher.work_of(0, with_background=told) for told in (True, False)] == [50 + 3 * 11, 2 * 11]
     load = dispatcher.group_load(IDLE, 0)
     assert (load.num_sent_tokens, load.num_waiting_tokens) == (22, 22)
+    dispatcher.on_tokens("line", 1)
+    assert dispatcher.group_load(IDLE, 0).num_done_tokens == 30 + 1, "replicas are at work"
 
 
 def test_a_source_is_another_replica_that_holds_more_by_now() -> None:
