@@ -123,7 +123,7 @@ class Admission:
             return Entering(self._view(ask, load, now_ns, is_expected=True), None)
         promise = self._promises.find(ask.claim, is_retry=ask.is_retry, now_ns=now_ns)
         view = self._view(ask, load, now_ns, is_expected=promise is not None and promise.due_ns <= now_ns)
-        is_limited = ask.is_limited and self._tenants.has_limits(ask.limits)
+        is_limited = ask.is_limited and (self._tenants.has_default or ask.limits is not None)
         refusal = (
             check_deadlines(view)
             or (self._tenants.refusal(_demand(view)) if is_limited else None)

@@ -24,7 +24,6 @@ MAX_TENANTS = 1024
 OTHERS = ""
 """The name of tenants beyond `MAX_TENANTS`, and of calls without a tenant."""
 _MINUTE_NS = 60_000_000_000
-_NO_LIMITS = TenantLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +72,8 @@ class Tenants:
     def __init__(self, max_concurrent: int | None, tokens_per_minute: int | None) -> None:
         """Default limits for tenants without their own. None means unlimited."""
         self._default = TenantLimits(max_concurrent=max_concurrent, tokens_per_minute=tokens_per_minute)
+        self.has_default = max_concurrent is not None or tokens_per_minute is not None
+        """Whether tenants without limits of their own have any."""
         self._accounts: OrderedDict[tuple[str, bool], Account] = OrderedDict()
         """Key: (tenant, whether it has its own limits), as an X-Tenant may be a key's name. `_forget_one` tries the first."""
         self.entered: dict[str, tuple[Held, int]] = {}
@@ -80,10 +81,6 @@ class Tenants:
         self._duration_ns = 0.0
         self._ending = threading.Lock()
         """Guards what the end of a request writes: `num_open`, `num_running`, `num_correction_tokens` and `_duration_ns`."""
-
-    def has_limits(self, own: TenantLimits | None) -> bool:
-        """Return whether any limit applies to a tenant. `own`: limits of its own, in place of the default ones."""
-        return own is not None or self._default != _NO_LIMITS
 
     def refusal(self, demand: Demand) -> Refusal | None:
         """Return why the call is refused, or None. Most refused calls get a time of their own, within a minute."""

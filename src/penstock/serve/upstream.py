@@ -150,7 +150,7 @@ class Upstream:
 
     def _demand(self, data: bytes, forwarded: Forwarded, terms: Terms) -> Demand | None:
         """Return what the request takes of its tenant's limits. None without limits, and for lines of batches."""
-        if terms.background or not self._tenants.has_limits(terms.limits):
+        if terms.background or not (self._tenants.has_default or terms.limits is not None):
             return None
         tenant, num_tokens = terms.owner.tenant, forwarded.num_prompt_tokens + forwarded.num_new_tokens
         claim = claim_of(tenant, data) if terms.returns else None
