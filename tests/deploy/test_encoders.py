@@ -14,7 +14,7 @@ import pytest
 
 from penstock.cli.main import cli
 from penstock.config import Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig, ServerConfig
-from penstock.deploy import executor, sizing
+from penstock.deploy import executor, forecast, sizing
 from penstock.deploy.blueprint import Blueprint
 from penstock.deploy.factory import start_model
 from penstock.deploy.resolve import resolve as resolve_model
@@ -99,6 +99,8 @@ def test_texts_are_shorter_by_default_where_memory_is_too_small(
     assert (short.measured_plan.capacity.max_model_len, short.compute.max_step_tokens) == (2048, 2048)
     assert short.measured_plan.is_shortened
     assert "up to 8192 tokens, but the memory is enough for 2048" in caplog.text
+    monkeypatch.setattr(forecast, "available_memory_bytes", lambda: RESERVE_BYTES + weight_bytes + int(3000 * of_token))
+    assert forecast.appraise(REFERENCE, resolve(str(path), path.parent)).longest_text == 2048, "as `penstock show` says"
 
     model, scheduler = ModelConfig(max_model_len=2500), SchedulerConfig(max_num_batched_tokens=8192)
     assert blueprint_of(weight_bytes + int(3000 * of_token), model=model).measured_plan.capacity.max_model_len == 2500

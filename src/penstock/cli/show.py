@@ -170,7 +170,7 @@ def _rows(
             "task",
             f"{encoder.task}: {counted(encoder.width, 'number')} for each {'token' if encoder.is_per_token else 'text'}",
         )
-        yield "longest text", counted(encoder.max_tokens, "token")
+        yield "longest text", counted(appraisal.longest_text or encoder.max_tokens, "token")
     if appraisal.model is not None and encoder is None:
         yield "sampling", appraisal.model.sampling.words() or "the files name no defaults"
     if size is not None:

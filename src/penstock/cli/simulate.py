@@ -372,4 +372,5 @@ def given(context: click.Context, own: Mapping[str, Any], *, without: Collection
         for name, value in context.params.items()
         if name in own or context.get_parameter_source(name) is not ParameterSource.DEFAULT
     }
-    return {name: option_text(value) for name, value in params.items() if value is not None and name not in hidden}
+    shown = [(name, value) for name, value in params.items() if value is not None and name not in hidden]
+    return {"model" if name == "model_word" else name: option_text(value) for name, value in shown}

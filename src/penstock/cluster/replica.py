@@ -279,7 +279,8 @@ class Replica:
             async with asyncio.timeout(None if limit is None else (limit[0] - self._running.clock.now_ns()) / 1e9):
                 request.matcher = await self._matcher(work.recipe, request)
                 if (plan := work.recipe.plan) is not None and plan.begun:
-                    lane = lane_of(request.tenant, is_background=True)  # never refused: the front has admitted the request
+                    own = request.tenant if request.background else f"{request.tenant}\0"  # behind no batch of the tenant
+                    lane = lane_of(own, is_background=True)  # never refused: the front has admitted the request
                     begin = partial(begin_all, [request.matcher])
                     [request.matcher] = await self._running.off_loop.run(READ_COST * len(plan.begun), begin, lane)
             request.matcher.accept(work.generated)

@@ -234,6 +234,8 @@ class Appraisal:
     num_free_bytes: int
     num_draft_bytes: int
     """Memory for the small model of --speculation-model."""
+    longest_text: int | None
+    """Most tokens of an encoder's text. None if planning fails, or for a model that writes text."""
 
 
 def appraise(config: Config, source: ModelSource) -> Appraisal:
@@ -248,7 +250,7 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
     from penstock.models.load import load_model
 
     facts, refusals = read_facts(source), list[Refusal]()
-    model, outline, expected, num_draft_bytes = None, None, None, 0
+    model, outline, expected, longest_text, num_draft_bytes = None, None, None, None, 0
     with _refusing("weights", refusals):
         settings = config.model
         pooling = cast("Pooling | None", settings.pooling)
@@ -275,7 +277,8 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
             if model.encoder is None:
                 expected = forecast(config, outline, is_gpu=False, memory_bytes=free_bytes)
             else:
-                resolve.plan_texts(config, compute, model, _room(outline, free_bytes))
+                _, plan = resolve.plan_texts(config, compute, model, _room(outline, free_bytes))
+                longest_text = plan.capacity.max_model_len
         if expected is not None and config.scheduler.speculation_model is not None:
             with _refusing("draft model", refusals):
                 num_draft_bytes = plan_share(config, source, Resources(), free_bytes).num_draft_bytes
@@ -287,6 +290,7 @@ def appraise(config: Config, source: ModelSource) -> Appraisal:
         forecast=expected,
         num_free_bytes=free_bytes,
         num_draft_bytes=num_draft_bytes,
+        longest_text=longest_text,
     )
 
 

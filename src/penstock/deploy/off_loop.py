@@ -5,8 +5,9 @@
 
 Compiling grammars has two more threads, and rendering chat templates one, whatever the size. Tenants take turns there and at
 large texts (`FairLine`). A tenant's batches count as another tenant (`lane_of`), and take turns at smaller texts too. Their
-work is never refused: the runner of batches limits how many lines are under way. Work in threads must not touch objects of the
-event loop. The server ends without waiting for them.
+work is never refused: the runner of batches limits how many lines are under way. A replica uses such lanes for all requests,
+which its front has admitted. Work in threads must not touch objects of the event loop. The server ends without waiting for
+them.
 """
 
 from __future__ import annotations

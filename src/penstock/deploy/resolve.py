@@ -435,7 +435,7 @@ def plan_texts(config: Config, compute: Compute, model: LoadedModel, room: sizin
         longest = sizing.longest_text(room, longest, compute.max_step_tokens, bytes_of_step)
     step_tokens = num_batched or max(compute.max_step_tokens, longest)
     step_bytes = bytes_of_step(step_tokens)
-    sizing.left_by_step(room, step_bytes, step_tokens, instead="Lower --max-num-batched-tokens or --max-model-len")
+    sizing.left_by_step(room, step_bytes, step_tokens, instead="Lower both --max-num-batched-tokens and --max-model-len")
     # Two steps may be in flight, and block 0 is the null block.
     block_size = -(-longest // native.KV_TILE) * native.KV_TILE
     capacity = Capacity(2 * rows + 1, block_size, rows, step_tokens, longest, is_one_pass=True)
