@@ -440,11 +440,16 @@ async def test_a_begun_block_goes_on_where_it_ends(begun, answer, expected):
     assert tuple("".join(delta.get(key) or "" for delta in deltas) for key in keys) == expected
 
 
-async def test_a_grammar_goes_on_with_a_begun_answer_behind_its_reasoning():
-    messages = [*ASK["messages"], {"role": "assistant", "content": '<think>It is 1.</think>\n\n{"a"'}]
+@pytest.mark.parametrize(
+    ("begun", "rest"), [('<think>It is 1.</think>\n\n{"a"', ": 1}"), ('{"</think> a', '": 1}'), ('{"a": 1, "</think>"', ": 2}")]
+)
+async def test_a_grammar_goes_on_with_a_begun_answer_behind_its_reasoning(begun: str, rest: str):
+    messages = [*ASK["messages"], {"role": "assistant", "content": begun}]
     continues = {"messages": messages, "continue_final_message": True, "chat_template": CHAT_TEMPLATE + "{# </think> #}"}
-    message = (await ask(": 1}", tool_choice="none", **continues, **JSON))["message"]
-    assert message["content"] == ": 1}"
+    numbers = {"name": "a", "schema": {"type": "object", "additionalProperties": {"type": "integer"}}}
+    form = {"response_format": {"type": "json_schema", "json_schema": numbers}}
+    message = (await ask(rest, tool_choice="none", **continues, **form))["message"]
+    assert message["content"] == rest
 
 
 async def test_reasoning_may_be_limited_in_an_answer_without_an_end():

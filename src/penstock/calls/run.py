@@ -227,8 +227,8 @@ def plan_of_begun(conversation: Conversation | None, grammar: Grammar, dialect: 
     if conversation is None or not conversation.continue_final_message:
         return None
     begun, reasoning, way = conversation.messages[-1].content, dialect.reasoning, dialect.tools.ways[0]
-    if reasoning is not None and reasoning.close in begun:
-        begun = begun.rpartition(reasoning.close)[2].lstrip()
+    if reasoning is not None and begun.lstrip().startswith(reasoning.open):
+        begun = begun.partition(reasoning.close)[2].lstrip()
     may_be_call = grammar.kind is GrammarKind.TOOLS and (
         grammar.other is None or way.has_no_mark or match_literal(begun, way.trigger) != -1
     )

@@ -338,7 +338,7 @@ def _sentences(told: Explanation, held_ns: int) -> Iterator[str]:
         end = _CUT if told.reject_reason and told.finish_reason is FinishReason.ABORT else _ENDS[told.finish_reason]
         yield f"{end}{f' ({told.reject_reason})' if told.reject_reason else ''}."
     if held_ns >= _LEAST_HELD_NS:
-        yield f"Then held back for {duration(held_ns)}, until it was chosen."
+        yield f"Then held back for {duration(held_ns)}, until it was chosen or checked."
 
 
 def _route(route: Route, num_prompt_tokens: int) -> str:

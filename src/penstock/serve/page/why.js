@@ -126,7 +126,7 @@ function table(choice, total) {
 function facts(told, choice, seenTtftMs) {
   const { prefix, batch, longest_gap: gap } = choice;
   const end = prefix && PREFIX_ENDS[prefix.because];
-  const rest = told.chosen?.held_ms > 0 ? "the answer was held back until it was chosen"
+  const rest = told.chosen?.held_ms > 0 ? "the answer was held back until it was chosen or checked"
     : `the rest is ${told.chosen?.route ? "what its route may hold back, " : ""}the network and the browser`;
   const entries = [
     ["Request", told.id],
