@@ -105,7 +105,7 @@ def test_rates_and_latencies_are_those_since_it_looked(browser):
 
 
 def test_wrong_guesses_are_no_tokens_of_prompts(browser):
-    """Each step computes 10 positions: 2 rows, and 8 guesses of which 3 are right."""
+    """Each step computes 10 positions: 2 rows and 8 guesses. 3 guesses are right."""
     with speaking("Hello.") as server:
         browser.open(server.url)
         browser.run(

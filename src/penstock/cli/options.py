@@ -91,6 +91,14 @@ def add_options(*options: Callable[[Any], Any]) -> Callable[[_Command], _Command
 slo_option = click.option(
     "--slo", multiple=True, metavar="METRIC=TIME", help="Such as ttft=2s, tpot=100ms, itl=200ms, e2e=30s. Repeatable."
 )
+router_option = click.option(
+    "--router",
+    default="round-robin",
+    envvar="PENSTOCK_ROUTER",
+    show_default=True,
+    metavar="NAME",
+    help="With several replicas: round-robin, least-work, prefix or MODULE:CLASS.",
+)
 
 
 def is_given(name: str) -> bool:

@@ -24,6 +24,7 @@ from penstock.cli.options import (
     config_options,
     is_given,
     model_argument,
+    router_option,
     setting_option,
     slo_option,
     warn_of_unknown_variables,
@@ -62,14 +63,7 @@ if TYPE_CHECKING:
     metavar="SHARE",
     help="Share of the replicas that stays free: 20% sizes them for 1.25 times the rate.",
 )
-@click.option(
-    "--router",
-    default="round-robin",
-    envvar="PENSTOCK_ROUTER",
-    show_default=True,
-    metavar="NAME",
-    help="With several replicas: round-robin, least-work, prefix or MODULE:CLASS.",
-)
+@router_option
 @click.option(
     "--beside", "presets", multiple=True, metavar="PRESET", help="Plan a preset's policies, such as vllm, too. Repeatable."
 )

@@ -27,6 +27,7 @@ from penstock.cli.options import (
     is_named,
     model_argument,
     option_text,
+    router_option,
     settings_of_file,
     slo_option,
     tables_of_file,
@@ -113,14 +114,7 @@ class _Replicas(click.ParamType[_Bounds]):
 @click.option(
     "--start-s", type=NumberRange(0, 1e6), default=30.0, show_default=True, help="Seconds that a replica takes to start."
 )
-@click.option(
-    "--router",
-    default="round-robin",
-    envvar="PENSTOCK_ROUTER",
-    show_default=True,
-    metavar="NAME",
-    help="Or least-work, prefix, MODULE:CLASS.",
-)
+@router_option
 @click.option(
     "--prefill-replicas", type=click.IntRange(0, MAX_REPLICAS), default=0, help="Servers that compute prompts for the others."
 )

@@ -42,7 +42,7 @@ class ExplanationQueries:
     def keep(self, flight: Flight, max_ended: int) -> None:
         """Remember the route of a request that has ended. Keep the last `max_ended` of them."""
         request = flight.request
-        if flight.route is None or request.background:  # a batch would push out those that people ask about
+        if flight.route is None or request.background:  # the lines of a batch would push out requests that people ask about
             return
         self._ended[request.request_id] = flight.route
         self._ended.move_to_end(request.request_id)

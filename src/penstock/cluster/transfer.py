@@ -281,7 +281,7 @@ class Fetcher:
                     num_filled = self._take(blocks, wanted, _Peer(connection, end_s), request_id)
             except _Late:
                 if end_s - began_s > FETCH_S / 2:  # else an earlier wait took the time
-                    self._back_off(address)  # before those that wait for this transfer try the same source
+                    self._back_off(address)  # now: requests that wait for this transfer would try the same source
                 raise
             finally:
                 del self._under_way[first]

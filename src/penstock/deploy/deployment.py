@@ -426,8 +426,8 @@ class Deployment:
     def _load_wanted(self) -> int | None:
         """Load the models that requests wait for, and unload others to make room. Return when to try again, or None.
 
-        Models that people wait for come first, then those that only background requests wait for. Each gets room before those
-        behind it. A later one is loaded earlier if both will fit, or if only background requests wait for the first.
+        First come models that people wait for, then those that only background requests wait for. An earlier model gets room
+        first. A later one may be loaded sooner if both will fit, or if only background requests wait for the earlier one.
         """
         with self._changed:
             wanted = [(served, wish.is_background) for served, wish in self._wanted.items()]

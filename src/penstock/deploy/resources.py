@@ -100,7 +100,7 @@ class MemoryBudget:
         limit_bytes: int | None = None,
         read_private_bytes: Callable[[], int] | None = None,
     ) -> None:
-        """`read_available_bytes` returns the bytes that are free now, `read_private_bytes` those that this process takes.
+        """`read_available_bytes` returns the free memory, `read_private_bytes` the memory of this process.
 
         All models together may use what is free when the budget is first used, and at most `limit_bytes` unless that is None.
         """

@@ -209,7 +209,7 @@ def _read_max_tokens(path: Path) -> int | None:
 
 
 def _read_pylate_tokens(path: Path) -> int:
-    """Return PyLate's longest text, its mark included. The saved `max_seq_length` is that of whichever text came last."""
+    """Return PyLate's longest text, its mark included. `max_seq_length` is of no use: PyLate overwrites it with each text."""
     config = read_json(path / "config_sentence_transformers.json", is_optional=True)
     return max(_length(config, "query_length") or 32, _length(config, "document_length") or 180)
 

@@ -95,7 +95,7 @@ class Agreement:
             return [chunk for chunk in chunks if error_of(call.terms, chunk) is None]
 
         def said(chunks: Sequence[OutputChunk]) -> dict[str, str]:
-            """Return what answers say, by request id, without those that failed or say nothing."""
+            """Return the texts of answers by request id. Failed and empty answers are left out."""
             texts = {chunk.request_id: said_in(opened, chunk) for chunk in good(chunks)}
             return {name: normalised(text, self.config.part) for name, text in texts.items() if text.strip()}
 

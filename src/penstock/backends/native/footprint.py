@@ -40,7 +40,7 @@ def check_format(shapes: Iterable[KvShape], dtype: KvDtype) -> None:
             raise ModelError(f"the KV cache can't be int4: {why}.", remedy="Set --kv-cache-dtype int8.")
 
 
-OF_PRODUCTS = ("silu", "gelu_tanh")  # activations that are fused into a gate-and-up product
+_OF_PRODUCTS = ("silu", "gelu_tanh")  # activations that are fused into a gate-and-up product
 
 LINES = (64, 48, 32, 16)
 """Widths of a line of state in floats, fastest first (`kStateColumns` in native/kernels/kernels.h is the largest)."""
@@ -89,9 +89,9 @@ def widths_of_latents(program: Program) -> dict[str, int]:
 
 
 def buffer_bytes(program: Program, num_tokens: int, num_samples: int) -> int:
-    """Return the bytes of a step's buffers in float32, and of copies in 16 bits of those that are multiplied.
+    """Return the bytes of a step's buffers, in float32. A buffer that is multiplied also has a copy in 16 bits.
 
-    Layers share them. The native backend's may be smaller, because it rounds copies to 8 bits.
+    Layers share the buffers. The native backend may need less, because it rounds most copies to 8 bits.
     """
     widths, rows, sizes = dict(program.buffers) | widths_of_latents(program), num_tokens, dict[str, int]()
     fused = _fused(program)
@@ -114,9 +114,15 @@ def _fused(program: Program) -> set[str]:
         name
         for gate, up, act in triples
         if isinstance(gate, prog.Linear) and isinstance(up, prog.Linear) and isinstance(act, prog.GatedActivation)
-        if act.activation in OF_PRODUCTS and gate.bias is None and up.bias is None
+        if can_fuse(gate, up, act)
         for name in {gate.out, up.out} - {act.out}
     }
+
+
+def can_fuse(gate: prog.Linear, up: prog.Linear, act: prog.GatedActivation) -> bool:
+    """Return whether these operations can be one, as far as their weights allow."""
+    is_plain = act.activation in _OF_PRODUCTS and all(op.bias is None and op.residual is None for op in (gate, up))
+    return is_plain and gate.x == up.x and (act.gate, act.up) == (gate.out, up.out) and gate.out not in {gate.x, up.out}
 
 
 def expert_bytes(spec: ModelSpec, num_tokens: int) -> int:

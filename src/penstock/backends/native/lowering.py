@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
-from penstock.backends.native.footprint import OF_PRODUCTS, first_lines, widths_of_latents
+from penstock.backends.native.footprint import can_fuse, first_lines, widths_of_latents
 from penstock.models import program as prog
 from penstock.models.adapter import site_of
 from penstock.models.formats import WeightFormat
@@ -218,12 +218,10 @@ def _gated_at(ops: Sequence[Op], at: int, weights: _Weights) -> Gated | None:
     gate, up, act = ops[at : at + 3]
     if not (isinstance(gate, prog.Linear) and isinstance(up, prog.Linear) and isinstance(act, prog.GatedActivation)):
         return None
-    plain = act.activation in OF_PRODUCTS and all(op.bias is None and op.residual is None for op in (gate, up))
-    fits = plain and gate.x == up.x and (act.gate, act.up) == (gate.out, up.out) and gate.out not in {gate.x, up.out}
     same = weights.tensor(gate.weight).format is weights.tensor(up.weight).format and not weights.is_rounded(gate.weight)
     same = same and weights.order(gate.weight) == weights.order(up.weight)
     unread = all(not _is_read(ops, name, at + 3) for name in {gate.out, up.out} - {act.out})
-    return Gated(gate, up, act) if fits and same and unread else None
+    return Gated(gate, up, act) if can_fuse(gate, up, act) and same and unread else None
 
 
 def _are_independent(op: prog.Linear, run: Sequence[prog.Linear]) -> bool:
