@@ -15,8 +15,10 @@ import pytest
 
 from penstock.models.catalog import resolve, unfinished_marker
 from penstock.models.hf import load_hf_directory, open_weights
+from penstock.models.hub import FILES
 from penstock.models.load import load_model
-from penstock.models.pull import _HUB_FILES, Progress, ensure_present, pull
+from penstock.models.progress import Progress
+from penstock.models.pull import ensure_present, pull
 from penstock.types.errors import DownloadError, ModelError
 from support.parity.encoder_cases import ENCODERS, write_encoder
 from support.tiny_models import TinyLlama, write_gguf, write_hf
@@ -280,7 +282,7 @@ def test_every_file_that_the_loader_looks_for_is_fetched(tmp_path, monkeypatch):
         load_hf_directory(late)
     names = {"/".join(path.relative_to(tmp_path).parts[1:]) for path in looked_for if path.is_relative_to(tmp_path)}
     assert {"config.json", "tekken.json", "chat_template.json", "artifact.metadata", "2_Dense/model.safetensors"} < names
-    assert not [name for name in names if not any(fnmatch(name, pattern) for pattern in _HUB_FILES)]
+    assert not [name for name in names if not any(fnmatch(name, pattern) for pattern in FILES)]
 
 
 def test_an_adapter_comes_with_its_weights(tmp_path, monkeypatch):

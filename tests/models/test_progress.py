@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from penstock.models.pull import TerminalProgress
+from penstock.models.progress import TerminalProgress
 
 
 class Terminal(io.StringIO):

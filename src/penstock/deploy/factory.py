@@ -59,7 +59,8 @@ def locate(config: Config) -> ModelSource:
     """Return where the config's model is on this machine, and download the model first if needed. Raises PenstockError."""
     source = find_source(config)
     if not source.is_present:
-        from penstock.models.pull import TerminalProgress, ensure_present
+        from penstock.models.progress import TerminalProgress
+        from penstock.models.pull import ensure_present
 
         ensure_present(source, progress=TerminalProgress())
     return source
