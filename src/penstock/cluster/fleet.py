@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from penstock.clock import Clock
 from penstock.cluster.explanations import TIMEOUT_S, ExplanationQueries
-from penstock.cluster.flights import Flight, ReplicaEnd, shift_times
+from penstock.cluster.flights import Flight, News, ReplicaEnd, shift_times
 from penstock.cluster.link import MAX_BYTES, Link
 from penstock.cluster.messages import (
     FORMAT,
@@ -735,75 +735,72 @@ class Fleet:
         self._dispatcher.hear(replica.number, report.changes)
         if replica.is_ready is not report.is_ready:
             self._set_ready(replica, report.is_ready)
-        chunks: list[OutputChunk] = []
-        moving: list[Flight] = []
-        ended: list[tuple[OutputChunk, Flight]] = []
-        first: list[Flight] = []
-        gaps_ns: list[int] = []
-        has_left = {chunk.request_id for chunk in report.chunks if chunk.finish_reason is not None} & replica.leaving
         for stats in report.ended:
             if (flight := replica.flights.get(stats.request_id)) is not None:
                 flight.stats = stats
+        left = {chunk.request_id for chunk in report.chunks if chunk.finish_reason is not None} & replica.leaving
+        news, moving = News(), list[Flight]()
         for chunk in report.chunks:
             flight = replica.flights.get(chunk.request_id)
             if flight is None:  # it ended here, or was sent elsewhere
                 continue
             if chunk.finish_reason is not None and chunk.reject_reason in _OF_THE_REPLICA:
-                if chunk.reject_reason == RejectReason.UNAVAILABLE:
-                    is_refusal, ref = chunk.detail not in (ENGINE_FAILED, ENGINE_STUCK), flight.request.adapter
-                    flight.count_loss(replica.name, chunk.detail, is_refusal=is_refusal)
-                    if is_refusal and ref is not None and self._adapters is not None:
-                        self._adapters.doubt(ref)
-                self._detach(flight)
+                self._take_refusal(flight, chunk)
                 moving.append(flight)
                 continue
             shift_times(chunk, shift_ns, ("at_ns", "first_scheduled_ns", "first_token_ns"))
             if (scores := report.scores.get(chunk.request_id)) is not None:
                 flight.request.prompt_logprobs[:] = scores
-            has_output = bool(chunk.token_ids or chunk.states)
-            if (gap_ns := flight.note(chunk)) is not None:
-                if not flight.request.background:  # nobody waits for its tokens
-                    gaps_ns.append(gap_ns)
-            elif has_output:
-                first.append(flight)
-            if has_output:
-                self._dispatcher.on_tokens(chunk.request_id, len(chunk.token_ids))
-            chunks.append(chunk)
-            if chunk.finish_reason is not None:
-                self._remove(flight)
-                ended.append((chunk, flight))
+            self._take_chunk(flight, chunk, news)
         try:
-            self._observe([self._pooled(step, shift_ns) for step in report.steps], first, gaps_ns, ended)
+            self._observe([self._pooled(step, shift_ns) for step in report.steps], news)
         finally:
-            self._outbox.deliver(chunks)  # even after an error: the requests already count these tokens as delivered
+            self._outbox.deliver(news.chunks)  # even after an error: the requests already count these tokens as delivered
         self._move(moving)
-        for flight in first:
+        for flight in news.first:
             if flight.replica is replica:
                 self._hand_over(flight)
         is_free = bool(replica.suspects) and not replica.has_suspect
         if is_free:
             replica.suspects = ()
-        if has_left or is_free:
-            replica.leaving -= has_left
+        if left or is_free:
+            replica.leaving -= left
             self._dispatch(self._waiting())
-        if ended:
+        if news.ended:
             self._end_if_drained()
 
-    def _observe(
-        self,
-        steps: Sequence[StepStats],
-        first: Sequence[Flight],
-        gaps_ns: Sequence[int],
-        ended: Sequence[tuple[OutputChunk, Flight]],
-    ) -> None:
-        """Report steps, first tokens, gaps between later ones, and ended requests."""
+    def _take_refusal(self, flight: Flight, chunk: OutputChunk) -> None:
+        """Take a request back from a replica that ended it for a reason of its own."""
+        assert flight.replica is not None, "it was sent"
+        if chunk.reject_reason == RejectReason.UNAVAILABLE:
+            is_refusal, ref = chunk.detail not in (ENGINE_FAILED, ENGINE_STUCK), flight.request.adapter
+            flight.count_loss(flight.replica.name, chunk.detail, is_refusal=is_refusal)
+            if is_refusal and ref is not None and self._adapters is not None:
+                self._adapters.doubt(ref)
+        self._detach(flight)
+
+    def _take_chunk(self, flight: Flight, chunk: OutputChunk, news: News) -> None:
+        assert self._dispatcher is not None, "it has joined"
+        gap_ns = flight.note(chunk)
+        if chunk.token_ids or chunk.states:
+            if gap_ns is None:
+                news.first.append(flight)
+            elif not flight.request.background:  # nobody waits for its tokens
+                news.gaps_ns.append(gap_ns)
+            self._dispatcher.on_tokens(chunk.request_id, len(chunk.token_ids))
+        news.chunks.append(chunk)
+        if chunk.finish_reason is not None:
+            self._remove(flight)
+            news.ended.append((chunk, flight))
+
+    def _observe(self, steps: Sequence[StepStats], news: News) -> None:
         assert self._dispatcher is not None, "it has joined"
         for step in steps:
             self._dispatcher.on_step(step)
             self._observer.on_step(step)
-        if first or gaps_ns:
-            self._token_observer.on_tokens([flight.request for flight in first], gaps_ns)
-        for chunk, flight in ended:
+        if news.first or news.gaps_ns:
+            self._token_observer.on_tokens([flight.request for flight in news.first], news.gaps_ns)
+        for chunk, flight in news.ended:
             if flight.num_gaps:
                 self._token_observer.on_itl(flight.num_gaps, flight.num_late)
             self._observer.on_finish(flight.stats_at(chunk))

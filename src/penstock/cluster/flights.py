@@ -135,6 +135,18 @@ class Flight:
         return chunk
 
 
+@dataclass(slots=True)
+class News:
+    """The news of requests in a replica's report: their chunks, and what observers are told."""
+
+    chunks: list[OutputChunk] = field(default_factory=list)
+    first: list[Flight] = field(default_factory=list)
+    """Requests with their first tokens."""
+    gaps_ns: list[int] = field(default_factory=list)
+    """Times between later tokens."""
+    ended: list[tuple[OutputChunk, Flight]] = field(default_factory=list)
+
+
 def shift_times(target: Any, shift_ns: int, names: Iterable[str]) -> None:
     """Convert these time fields from another machine's clock, by adding `shift_ns`. None stays None."""
     for name in names:
