@@ -14,6 +14,7 @@ import pytest
 from penstock.backends.native import footprint
 from penstock.models import architectures
 from penstock.models.hf import load_hf_directory, read_hf_spec
+from penstock.models.weights import LoadedModel, Stacked
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 from support.parity.tiny import write_case
@@ -120,8 +121,32 @@ def test_names_and_kinds_of_layers_of_both_forms_of_nemotron_h_are_read(tmp_path
     write_hf_files(tmp_path / "old", case.config, old, case.vocab_size)
     first, second = (load_hf_directory(tmp_path / name) for name in ("new", "old"))
     assert first.spec == second.spec
+    assert_same_weights(first, second)
+
+
+def assert_same_weights(first: LoadedModel, second: LoadedModel) -> None:
+    assert first.weights.keys() == second.weights.keys()
     for name, tensor in first.weights.items():
         assert np.array_equal(tensor.dequantize(), second.weights[name].dequantize()), name
+
+
+def test_olmo_hybrid_is_read_by_its_published_names(tmp_path: Path) -> None:
+    """transformers joins the three convolutions of a layer and renames two norms, but saves them as published."""
+    case = CASES["olmo_hybrid"]
+    published = {}
+    for name, values in case.weights().items():
+        if name.endswith("conv1d.weight"):
+            parts = zip("qkv", np.split(values, [20, 40]), strict=True)
+            published |= {name.replace("conv1d", f"{part}_conv1d"): rows for part, rows in parts}
+            continue
+        name = name.replace("input_layernorm", "attention_layer_norm")
+        published[name.replace("post_attention_layernorm", "feedforward_layer_norm")] = values
+    write_hf_files(tmp_path / "published", case.config, published, case.vocab_size)
+    model = load_hf_directory(tmp_path / "published")
+    assert_same_weights(model, load_hf_directory(write_case(case, tmp_path / "joined")))
+    conv = model.weights["layers.0.mix_conv"].stored
+    assert isinstance(conv, Stacked)
+    assert [cut.num_rows for cut in conv.cuts] == [20, 20, 84]
 
 
 def test_layers_for_further_tokens_and_pictures_are_left_out(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class Piece:
 
     def stored_shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Return the tensor's shape, with a dimension for experts whose transposed matrices lie one below the other."""
-        shape, layout, num_experts = sizes.stored[self.tensor], self.layout, sizes.spec.num_experts
+        shape, layout, num_experts = without_middle(sizes.stored[self.tensor]), self.layout, sizes.spec.num_experts
         is_stack = layout is not None and layout.is_by_expert and layout.is_transposed
         if is_stack and len(shape) == 2 and shape[0] % num_experts == 0:
             return num_experts, shape[0] // num_experts, shape[1]

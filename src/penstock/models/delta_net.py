@@ -267,11 +267,14 @@ OLMO_HYBRID = Architecture(
     hf_layer={
         **HF_LAYER,
         "post_feedforward_layernorm.weight": "post_mlp_norm",
+        "attention_layer_norm.weight": "attn_norm",  # transformers saves these two under their old names
+        "feedforward_layer_norm.weight": "mlp_norm",
         **{f"linear_attn.{name}_proj.weight": Parts(("mix_in",), place=place) for place, name in enumerate("qkv")},
         "linear_attn.b_proj.weight": "mix_rates",
         "linear_attn.a_proj.weight": "mix_steps",
         "linear_attn.g_proj.weight": "mix_gate",
         "linear_attn.conv1d.weight": "mix_conv",
+        **{f"linear_attn.{name}_conv1d.weight": Parts(("mix_conv",), place=place) for place, name in enumerate("qkv")},
         "linear_attn.dt_bias": "mix_step_bias",
         "linear_attn.A_log": "mix_decay",
         "linear_attn.o_norm.weight": "mix_scale",
