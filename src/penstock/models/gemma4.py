@@ -27,6 +27,7 @@ from penstock.models.layers import (
     with_experts,
     with_local_base,
 )
+from penstock.models.moe import EXPERTS
 from penstock.models.program import Program
 from penstock.types.errors import damaged
 from penstock.types.model_spec import Activation, AttentionSpec, ExpertsMlp, GatedMlp, ModelSpec
@@ -276,8 +277,7 @@ _HF_LAYER: Mapping[str, str | Parts] = {
     "router.proj.weight": "router",
     "router.scale": "router_norm",
     "router.per_expert_scale": "share_scale",
-    "experts.gate_up_proj": Parts(("expert_gate", "expert_up")),
-    "experts.down_proj": Parts(("expert_down",)),
+    **EXPERTS,
     "post_feedforward_layernorm_1.weight": "post_dense_norm",
     "pre_feedforward_layernorm_2.weight": "mixture_norm",
     "post_feedforward_layernorm_2.weight": "post_mixture_norm",

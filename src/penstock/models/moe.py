@@ -35,10 +35,14 @@ from penstock.types.model_spec import ExpertsMlp, LayerSpec, ModelSpec
 _GATE_UP, _DOWN = Parts(("expert_gate", "expert_up")), Parts(("expert_down",))
 _CUBES: Mapping[str, Parts] = {"experts.gate_up_proj": _GATE_UP, "experts.down_proj": _DOWN}
 """Release 5 of transformers puts the matrices of all experts of a layer into one tensor."""
+EXPERTS: Mapping[str, str | Parts] = {
+    **{f"experts.*.{name}_proj.weight": f"expert_{name}" for name in ("gate", "up", "down")},
+    **_CUBES,
+}
+"""Quantised files have a matrix for each expert, also those of models published with one tensor."""
 GATE_UP_DOWN: Mapping[str, str | Parts] = {
     "mlp.gate.weight": "router",
-    **{f"mlp.experts.*.{name}_proj.weight": f"expert_{name}" for name in ("gate", "up", "down")},
-    **{f"mlp.{name}": parts for name, parts in _CUBES.items()},
+    **{f"mlp.{name}": ours for name, ours in EXPERTS.items()},
 }
 SHARED: Mapping[str, str] = {
     f"mlp.shared_expert{plural}.{name}_proj.weight": f"shared_{name}" for plural in ("", "s") for name in ("gate", "up", "down")
@@ -189,7 +193,7 @@ GRANITE_MOE = Architecture(
         "block_sparse_moe.input_linear.weight": _GATE_UP,
         "block_sparse_moe.output_linear.weight": _DOWN,
         "block_sparse_moe.router.weight": "router",
-        **{f"block_sparse_moe.{name}": parts for name, parts in _CUBES.items()},
+        **{f"block_sparse_moe.{name}": ours for name, ours in EXPERTS.items()},
     },
     gguf_layer=_GGUF_LAYER,
     is_interleaved_in_gguf=True,

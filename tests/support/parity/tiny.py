@@ -211,16 +211,16 @@ def _in_mxfp4(name: str, values: FloatArray) -> Iterator[tuple[str, Encoded]]:
 
 
 def _of_each_expert(names: str, name: str, values: FloatArray) -> Iterator[tuple[str, FloatArray]]:
-    """A tensor as releases of transformers before the fifth have it: a cube is a matrix or two for each expert."""
+    """A tensor as releases of transformers before the fifth and quantised files have it: a matrix or two for each expert."""
     if not is_cube(name):
         yield name.replace("mlp.gate.", "block_sparse_moe.gate.") if names.startswith("block_sparse_moe") else name, values
         return
     ours = ("down_proj",) if name.endswith("down_proj") else ("gate_proj", "up_proj")
-    is_numbered = names.startswith(("block_sparse_moe", "feed_forward"))
+    is_numbered = names.startswith(("block_sparse_moe", "feed_forward")) and ".block_sparse_moe." not in name
     theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if is_numbered else {}
     for expert, matrix in enumerate(values):
         for part, rows in zip(ours, np.split(matrix, len(ours)), strict=True):
-            at = re.split(r"\.mlp\.|\.feed_forward\.", name)[0]
+            at = ".".join(name.split(".")[:3])  # model.layers.NUMBER
             yield f"{at}.{names.format(expert, theirs.get(part, part))}", np.ascontiguousarray(rows)
 
 

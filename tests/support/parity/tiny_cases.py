@@ -1405,6 +1405,7 @@ _GEMMA4_CASES = {
     "gemma4_keys_as_values": _gemma4(_GEMMA4_KEYS_AS_VALUES, seed=161),
     "gemma4_shared": _GEMMA4_SHARED_CASE,
     "gemma4_moe": _GEMMA4_MOE_CASE,
+    "gemma4_moe_per_expert": replace(_GEMMA4_MOE_CASE, experts="experts.{}.{}.weight", golden="gemma4_moe"),
     "gemma4_of_pictures": replace(
         _GEMMA4_SHARED_CASE,
         wrapper={"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "vision_config": {}},
@@ -2799,6 +2800,9 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "olmoe": _OLMOE_CASE,
         "olmoe_gguf": replace(_OLMOE_CASE, gguf=Gguf(architecture="olmoe", metadata=_GGUF_EXPERTS), golden="olmoe"),
         "granite_moe": _GRANITE_MOE_CASE,
+        "granite_moe_per_expert": replace(
+            _GRANITE_MOE_CASE, experts="block_sparse_moe.experts.{}.{}.weight", golden="granite_moe"
+        ),
         "granite_moe_gguf": replace(
             _GRANITE_MOE_CASE,
             gguf=Gguf(architecture="granitemoe", metadata={**_GGUF_EXPERTS, **_GGUF_GRANITE}, is_interleaved=True),
