@@ -107,14 +107,16 @@ def test_steps_without_a_largest_are_read_as_all_releases_of_transformers_write_
     assert {(net.min_step, net.max_step) for net in read_hf_spec(tmp_path).linear_attentions} == {(0.0, float("inf"))}
 
 
-def test_names_and_kinds_of_layers_of_both_forms_of_nemotron_h_are_read(tmp_path: Path) -> None:
-    """As published, with a matrix for each expert, and as release 5 of transformers saves it."""
+@pytest.mark.parametrize("embedding", ["embeddings", "embedding"])
+def test_names_and_kinds_of_layers_of_all_forms_of_nemotron_h_are_read(tmp_path: Path, embedding: str) -> None:
+    """As published, with a matrix for each expert, as release 5 of transformers saves it, and as that has it in memory."""
     case = CASES["nemotron_h_moe"]
     kinds = ["moe", "linear_attention", "full_attention", "moe", "mlp"]
     new = {**case.config, "hybrid_override_pattern": None, "layers_block_type": kinds}
     old = {"mtp.layers.0.norm.weight": np.ones(3, np.float32)}
     for name, values in case.weights().items():
-        at, found, part = name.replace("model.", "backbone.", 1).partition("experts.")
+        name = name.replace("model.", "backbone.", 1).replace(".embeddings.", f".{embedding}.")
+        at, found, part = name.partition("experts.")
         is_cube = found and values.ndim == 3
         old |= {f"{at}experts.{i}.{part}.weight": values[i] for i in range(7)} if is_cube else {at + found + part: values}
     write_hf_files(tmp_path / "new", new, case.weights(), case.vocab_size)

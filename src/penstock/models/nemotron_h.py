@@ -194,7 +194,12 @@ NEMOTRON_H = Architecture(
     of_gguf=_of_gguf,
     hf_values=_values,
     hf_name=lambda name: re.sub(r"^(model\.)?backbone\.", "model.", name),
-    hf_top={**HF_TOP, "model.embeddings.weight": "embed", "model.norm_f.weight": "norm"},
+    hf_top={
+        **HF_TOP,
+        "model.embeddings.weight": "embed",
+        "model.embedding.weight": "embed",  # as earlier releases 5 of transformers save it
+        "model.norm_f.weight": "norm",
+    },
     hf_layer=_HF_LAYER,
     gguf_layer={**GGUF_LAYER, **GGUF_MAMBA},
     has_further_layers=True,
