@@ -81,6 +81,17 @@ def test_a_scale_in_bf16_and_without_a_column_is_read(tmp_path: Path) -> None:
     assert np.array_equal(tensor.dequantize(), np.array(E4M3_VALUES, np.float32)[tensor.data] * np.float32(0.5))
 
 
+@pytest.mark.parametrize("algorithm", ["FP8_PB_WO", "fp8_pb_wo"])
+def test_blocks_of_modelopt_have_128_rows_and_columns(tmp_path: Path, algorithm: str) -> None:
+    tiny = TinyLlama(num_layers=1, hidden_size=160, intermediate_size=300)
+    directory = with_settings(write_fp8_hf(tmp_path, tiny, "row"), {"quant_method": "modelopt", "quant_algo": algorithm})
+    scale = np.arange(1, 7, dtype=np.float32).reshape(3, 1, 2, 1)
+    change_tensors(directory, {f"{UP}_scale": ("F32", scale.shape, scale.tobytes())})
+    tensor = load_hf_directory(directory).weights["layers.0.up"]
+    wide = np.repeat(np.repeat(scale[:, 0, :, 0], 128, axis=0), 128, axis=1)[:300, :160]
+    assert np.array_equal(tensor.dequantize(), np.array(E4M3_VALUES, np.float32)[tensor.data] * wide)
+
+
 def test_memory_is_that_of_who_computes(tmp_path: Path) -> None:
     fp8, bf16 = write_fp8_hf(tmp_path / "fp8", TINY, "row"), write_hf(tmp_path / "bf16", TINY)
     matrices = [t for name, t in load_hf_directory(bf16).weights.items() if t.num_rows > 1 and name.startswith("layers.")]
@@ -142,6 +153,7 @@ def least_memory(directory: Path, floats: Floats) -> int:
     [
         {"quant_method": "fp8", "activation_scheme": "dynamic"},
         {"quant_method": "fbgemm_fp8"},
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
         compressed(CHANNELS, format="naive-quantized"),
         compressed(CHANNELS | {"block_structure": "128x128"}),
         None,  # ModelOpt of old wrote a file of its own
@@ -181,6 +193,7 @@ def test_settings_that_would_change_the_result_are_refused(tmp_path: Path, setti
         (f"{UP}_scale", ("F32", (1,), np.float32(np.inf).tobytes()), "not a finite number"),
         (f"{UP}_scale", ("F32", (1,), np.float32(np.nan).tobytes()), "not a finite number"),
         (f"{UP}_scale", ("F32", (3, 1), np.ones(3, np.float32).tobytes()), r"shape \(3, 1\)"),
+        (f"{UP}_scale", ("F32", (1, 2, 1, 1), np.ones(2, np.float32).tobytes()), r"shape \(1, 2, 1, 1\)"),
         (f"{UP}_scale", ("F8_E4M3", (1,), b"\x38"), "_scale is in fp8, and there is no"),
         (f"{UP}_scale", ("I8", (1,), b"\x38"), "I8 are not supported"),
         ("model.layers.0.input_layernorm.weight", ("F8_E4M3", (64,), b"\x38" * 64), "in fp8, and there is no"),

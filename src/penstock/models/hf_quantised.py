@@ -57,6 +57,8 @@ _OF_OTHERS = (
 )
 """Ends of the names of scales of activations, keys and values."""
 _FP8_FORMATS = (None, "float-quantized", "naive-quantized")
+_MODELOPT_BLOCKS: Mapping[str, Block | None] = {"FP8": None, "FP8_PER_CHANNEL_PER_TOKEN": None, "FP8_PB_WO": (128, 128)}
+"""`quant_algo` of ModelOpt, which writes some in lower case -> the block that shares a scale."""
 _INTEGER_FORMATS = ("pack-quantized", "int-quantized", "naive-quantized")
 _BITS = (4, 8)
 
@@ -74,9 +76,10 @@ def read_quantisation(config: JsonFile, separate: JsonFile) -> Quantisation:
         raise _unsupported(read, "a quantization_config with no quant_method")
     if (reader := _READERS.get(method)) is not None:
         return reader(read)
-    if method == "fbgemm_fp8" or (method == "modelopt" and settings.get("quant_algo") == "FP8"):
-        return Quantisation("fp8")
-    raise _unsupported(read, f"the quantisation {method} {settings.get('quant_algo') or ''}".rstrip())
+    algorithm = read.get("quant_algo", str) or ""
+    if method == "modelopt" and algorithm.upper() in _MODELOPT_BLOCKS:
+        return Quantisation("fp8", block=_MODELOPT_BLOCKS[algorithm.upper()])
+    raise _unsupported(read, f"the quantisation {method} {algorithm}".rstrip())
 
 
 def _gptq(settings: JsonFile) -> Quantisation:
@@ -145,6 +148,7 @@ _READERS: Mapping[str, Callable[[JsonFile], Quantisation]] = {
     "compressed-tensors": _compressed_tensors,
     "gptq": _gptq,
     "awq": _awq,
+    "fbgemm_fp8": lambda _: Quantisation("fp8"),
     "mxfp4": lambda _: Quantisation("mxfp4"),  # unquantised matrices have no `_blocks` tensor
     "fp8": lambda read: Quantisation("fp8", block=_as_block(read, read.values.get("weight_block_size"))),
 }
@@ -362,6 +366,8 @@ def _block_scales(name: str, shape: tuple[int, ...], scale: StoredTensor, block:
         raise ModelError(f"{scale.path}: {name} is in fp8, but not a matrix.", remedy="Use the bf16 original.")
     values = scale.array()
     wide = dequantize(values, WeightFormat[scale.dtype], 1)
+    if wide.shape[1::2] == (1, 1):
+        wide = wide[:, 0, :, 0]  # ModelOpt writes [blocks of rows, 1, blocks of columns, 1]
     if scale.dtype == FLOAT8 or not np.isfinite(wide).all():
         raise damaged(scale.path, f"a scale of {name} is not a finite number")
     num_rows, num_cols = shape
