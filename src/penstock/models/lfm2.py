@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.models import checks, llama
-from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, HF_TOP, Architecture, Parts, with_biases
+from penstock.models.architectures import GGUF_LAYER, GGUF_TOP, HF_TOP, Architecture, with_biases
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile, read_layer_types
 from penstock.models.layers import GGUF_EXPERTS, experts_of_hf, read_gguf_experts, with_experts
+from penstock.models.moe import EXPERTS
 from penstock.types.model_spec import GatedMlp, LayerSpec, ModelSpec, ShortConvSpec
 
 _MAX_KERNEL = 17
@@ -154,8 +155,7 @@ LFM2_MOE = replace(
         "feed_forward.experts.*.w1.weight": "expert_gate",
         "feed_forward.experts.*.w3.weight": "expert_up",
         "feed_forward.experts.*.w2.weight": "expert_down",
-        "feed_forward.experts.gate_up_proj": Parts(("expert_gate", "expert_up")),
-        "feed_forward.experts.down_proj": Parts(("expert_down",)),
+        **{f"feed_forward.{name}": ours for name, ours in EXPERTS.items()},
     },
     gguf_layer={**_GGUF_LAYER, **GGUF_EXPERTS},
 )

@@ -128,12 +128,12 @@ MIXTRAL = Architecture(
     hf_values=lambda values: {"rope_theta": 1e6, **values},
     hf_layer={
         **HF_LAYER,
+        **GATE_UP_DOWN,
         "block_sparse_moe.gate.weight": "router",
         "block_sparse_moe.experts.*.w1.weight": "expert_gate",
         "block_sparse_moe.experts.*.w3.weight": "expert_up",
         "block_sparse_moe.experts.*.w2.weight": "expert_down",
-        "mlp.gate.weight": "router",
-        **{f"mlp.{name}": parts for name, parts in _CUBES.items()},
+        **{f"block_sparse_moe.{name}": ours for name, ours in EXPERTS.items()},
     },
 )
 """Mixtral has no GGUF name of its own: its files say `llama`."""

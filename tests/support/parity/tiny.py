@@ -99,7 +99,8 @@ class TinyCase:
     gguf: Gguf | None = None
     """If given, the file is a GGUF instead."""
     experts: str = ""
-    """If given, each expert's matrices are tensors of their own, whose names have its number and that of the matrix here."""
+    """If given, each expert's matrices are tensors of their own. Their names have the expert's number and the matrix's name, or
+    number after a `w`, in the braces."""
     golden: str = ""
     """The case that has the same values, so that its golden answers are this one's, too; "" if it has its own."""
     num_tokens: int = 40
@@ -216,11 +217,10 @@ def _of_each_expert(names: str, name: str, values: FloatArray) -> Iterator[tuple
         yield name.replace("mlp.gate.", "block_sparse_moe.gate.") if names.startswith("block_sparse_moe") else name, values
         return
     ours = ("down_proj",) if name.endswith("down_proj") else ("gate_proj", "up_proj")
-    is_numbered = names.startswith(("block_sparse_moe", "feed_forward")) and ".block_sparse_moe." not in name
-    theirs = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"} if is_numbered else {}
+    theirs = {"gate_proj": "1", "up_proj": "3", "down_proj": "2"} if "w{}" in names else {}
+    at = ".".join(name.split(".")[:3])  # model.layers.NUMBER
     for expert, matrix in enumerate(values):
         for part, rows in zip(ours, np.split(matrix, len(ours)), strict=True):
-            at = ".".join(name.split(".")[:3])  # model.layers.NUMBER
             yield f"{at}.{names.format(expert, theirs.get(part, part))}", np.ascontiguousarray(rows)
 
 

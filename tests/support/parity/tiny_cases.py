@@ -2752,7 +2752,8 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             golden="qwen2_vl",
         ),
         "mixtral": _MIXTRAL_CASE,
-        "mixtral_per_expert": replace(_MIXTRAL_CASE, experts="block_sparse_moe.experts.{}.{}.weight", golden="mixtral"),
+        "mixtral_per_expert": replace(_MIXTRAL_CASE, experts="block_sparse_moe.experts.{}.w{}.weight", golden="mixtral"),
+        "mixtral_named_experts": replace(_MIXTRAL_CASE, experts="block_sparse_moe.experts.{}.{}.weight", golden="mixtral"),
         "mixtral_gguf": replace(
             _MIXTRAL_CASE, gguf=Gguf(architecture="llama", metadata=_GGUF_EXPERTS, is_interleaved=True), golden="mixtral"
         ),
@@ -2782,7 +2783,7 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
         "qwen2_moe_gguf": _QWEN2_MOE_GGUF_CASE,
         "minimax_m2": _MINIMAX_M2_CASE,
         "minimax_m2_per_expert": replace(
-            _MINIMAX_M2_CASE, experts="block_sparse_moe.experts.{}.{}.weight", golden="minimax_m2"
+            _MINIMAX_M2_CASE, experts="block_sparse_moe.experts.{}.w{}.weight", golden="minimax_m2"
         ),
         "minimax_m2_gguf": replace(
             _MINIMAX_M2_CASE,
@@ -2867,7 +2868,8 @@ CASES: Mapping[str, TinyCase] = MappingProxyType(
             golden="lfm2",
         ),
         "lfm2_moe": _LFM2_MOE_CASE,
-        "lfm2_moe_per_expert": replace(_LFM2_MOE_CASE, experts="feed_forward.experts.{}.{}.weight", golden="lfm2_moe"),
+        "lfm2_moe_per_expert": replace(_LFM2_MOE_CASE, experts="feed_forward.experts.{}.w{}.weight", golden="lfm2_moe"),
+        "lfm2_moe_named_experts": replace(_LFM2_MOE_CASE, experts="feed_forward.experts.{}.{}.weight", golden="lfm2_moe"),
         "lfm2_moe_gguf": replace(_LFM2_MOE_CASE, gguf=_LFM2_MOE_GGUF, golden="lfm2_moe"),
         "phi3_short_factors": replace(_PHI3_LONG_CASE, config=_PHI3_SHORT, seed=36),
         "gpt2": _GPT2_CASE,
