@@ -18,6 +18,8 @@ from penstock.serve.cards import FactsCache
 from penstock.text import fim
 from penstock.types.errors import ModelError
 from support.deployments import deployment_of
+from support.server.chat import HI_PROMPT
+from support.server.completions import oracle
 from support.server.harness import CHAT_TEMPLATE, SPECIAL_TOKENS, make_client, make_runtime, make_text_runtime, until
 from support.server.tools import CALL, CALL_NOW, NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
 
@@ -89,6 +91,26 @@ async def test_a_chat_is_the_same_streamed_and_whole_and_as_openais(client):
     assert not any(piece["done"] for piece in pieces)
     assert last["message"] == {"role": "assistant", "content": ""}
     assert {**last, **dict.fromkeys(NUMBERS)} == {**whole, "message": last["message"], **dict.fromkeys(NUMBERS)}
+
+
+@pytest.mark.parametrize(
+    ("last", "told"),
+    [
+        ({"content": "Well"}, "Well"),
+        ({"thinking": "Hm."}, "<think>Hm.</think>"),
+        ({"content": ""}, "<think>"),  # begins nothing
+        ({"tool_calls": [{"function": {"name": "now"}}]}, f"{CALL_NOW}<|end|>\n<|turn|>assistant: <think>"),
+    ],
+)
+async def test_an_assistants_last_message_is_continued(last, told):
+    thought = "{% if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}"
+    template = CHAT_TEMPLATE.replace("{{ message.content", thought + "{{ message.content")
+    runtime = make_runtime(chat_template=template + "{% if add_generation_prompt %}<think>{% endif %}")
+    async with make_client(runtime) as client:
+        answer = await ask(client, messages=[{"role": "user", "content": "hi"}, {"role": "assistant"} | last])
+    runtime.close()
+    message = answer["message"]
+    assert message.get("thinking", "") + message["content"] == oracle(HI_PROMPT + told, max_tokens=5)
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])

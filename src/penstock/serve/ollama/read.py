@@ -191,7 +191,7 @@ def keep(body: OllamaBody, served: ServedModel, deployment: Deployment, scope: S
 
 def chat(body: OllamaChatBody, asked: Asked) -> tuple[Call, NewWriter]:
     """Return the call of a chat, and its writer. Raises `ApiError` and `Rejected`."""
-    call = _chat(body, _begin(body, asked), Conversation(_messages(body.messages or ())), asked, body.tools or ())
+    call = _chat(body, _begin(body, asked), _conversation(_messages(body.messages or ())), asked, body.tools or ())
     return call, partial(OllamaWriter, model_name=body.model, is_chat=True)
 
 
@@ -270,6 +270,14 @@ def _effort(think: Any, running: RunningModel) -> str | None:
         told = "true" if think is True else repr(think)
         raise invalid(f"'think' is {told}, but {running.name} does not reason in a block of its own: leave it out.", "think")
     return "medium" if think is True else str(think)
+
+
+def _conversation(messages: Sequence[Message]) -> Conversation:
+    """Return the conversation. A last message of the assistant is continued, unless it has calls. An empty one is dropped."""
+    goes_on = messages[-1].role == "assistant" and not messages[-1].calls
+    if goes_on and not (messages[-1].content or messages[-1].reasoning):
+        return Conversation(messages[:-1])  # a new turn, which can begin with reasoning
+    return Conversation(messages, not goes_on, goes_on)
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[Message]:
