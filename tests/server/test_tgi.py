@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from penstock.deploy.running import Sources
 from support.server.harness import make_client, make_runtime
 from support.server.tools import says
 
@@ -40,6 +41,16 @@ async def test_details_have_the_tokens_and_the_end(client):
     details = (await client.post("/generate", json=body)).json()["details"]
     assert [token["id"] for token in details["tokens"]] == chosen["token_ids"]
     assert (details["finish_reason"], details["generated_tokens"]) == ("length", 12)
+
+
+async def test_a_drawn_seed_can_be_sent_back():
+    runtime = make_runtime(sources=Sources(draw_seed=lambda: 2**64 - 1))
+    body = {"inputs": "Hi", "parameters": {"do_sample": True, "details": True}}
+    async with make_client(runtime) as client:
+        answer = (await client.post("/generate", json=body)).json()
+        body["parameters"]["seed"] = answer["details"]["seed"]
+        assert (await client.post("/generate", json=body)).json() == answer
+    runtime.close()
 
 
 @pytest.mark.parametrize("path", ["/generate_stream", "/generate", "/"])

@@ -213,7 +213,7 @@ _NUMBERS = (
         "The same seed gives the same answer, whatever else runs. Without it one is drawn.",
         kind=int,
         cohere=(0, _INT64_MAX),
-        tgi=(0, _INT64_MAX),
+        tgi=(0, 2**64 - 1),
         llama_cpp=(-(2**63), 2**64 - 1),
     ),
 )
