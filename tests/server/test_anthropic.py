@@ -451,6 +451,11 @@ REFUSED = [
     ({"messages": [*assistant(ROME)["messages"], *user(RESULT | {"is_error": 1})["messages"]]}, "is_error"),
     ({"tools": [NOW, NOW]}, "'tools[1].name'"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "'tools[0].name'"),
+    ({"tools": [NOW | {"defer_loading": True}, {"name": "a b", "input_schema": {}}]}, "'tools[1].name'"),
+    (
+        {"tools": [NOW | {"defer_loading": True}, {"name": "a", "input_schema": {"type": "string"}}]},
+        "'tools[1].input_schema' must describe an object",
+    ),
     ({"tools": [{"name": "a"}]}, "'tools[0].input_schema'"),
     ({"tools": [{"name": "a", "input_schema": {"type": "string"}}]}, "'tools[0].input_schema'"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}]}, "'web_search_20250305'"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -22,14 +22,7 @@ from penstock.serve.streams import NewWriter
 from penstock.text.dialects import Dialect, Message, PastCall
 from penstock.types.errors import counted
 
-_NAMES = Names(
-    "anthropic",
-    fields={
-        "tools.*.parameters": "tools[{}].input_schema",
-        "stop": "stop_sequences",
-        "max_reasoning_tokens": "thinking.budget_tokens",
-    },
-)
+_NAMES: Mapping[str, str] = MappingProxyType({"stop": "stop_sequences", "max_reasoning_tokens": "thinking.budget_tokens"})
 _FIELDS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "text": frozenset({"text"}),
@@ -76,8 +69,9 @@ def create(body: MessagesBody, asked: Asked) -> tuple[Call, NewWriter]:
     schema = None if output is None or output.format is None else output.format.schema_
     param = "output_config.format.schema"
     check_depth(schema, param)
+    shown = _shown(body)
     request = ChatRequest(
-        names=_NAMES,
+        names=_names(shown),
         answer_prefix="msg_",
         model=body.model,
         max_tokens=body.max_tokens,
@@ -87,8 +81,8 @@ def create(body: MessagesBody, asked: Asked) -> tuple[Call, NewWriter]:
         user=user,
         conversation_name=user,
         conversation=Conversation(variables=_variables(body, dialect), **_messages(body)),
-        tools=_tools(body),
-        tool_choice=_tool_choice(body),
+        tools=_tools(shown),
+        tool_choice=_tool_choice(body, shown),
         grammar=None if schema is None else json_grammar(schema, param),
         max_reasoning_tokens=budget,
         has_reasoning=body.thinking is None or body.thinking.display != "omitted",
@@ -105,9 +99,11 @@ def read_prompt(data: bytes, scope: Scope, reader: Reader) -> tuple[RunningModel
     if running.model.encoder is not None:
         raise invalid(f"{running.name} is an encoder and takes no messages. Choose another model.", "model")
     _reasoning_budget(body, running.dialect)
-    tools = () if _tool_choice(body).mode == "none" else tools_for_template(_tools(body), _NAMES)
+    shown = _shown(body)
+    names = _names(shown)
+    tools = () if _tool_choice(body, shown).mode == "none" else tools_for_template(_tools(shown), names)
     conversation = Conversation(variables=_variables(body, running.dialect), **_messages(body))
-    check_conversation(conversation, _NAMES)
+    check_conversation(conversation, names)
     return running, replace(conversation, tools=tools)
 
 
@@ -140,10 +136,18 @@ def _reasoning_budget(body: CountTokensBody, dialect: Dialect) -> int | None:
     return 0 if kind == "disabled" and dialect.thinking_variable is None else budget
 
 
-def _tools(body: CountTokensBody) -> list[FunctionTool]:
+def _names(shown: Sequence[tuple[int, ClientTool]]) -> Names:
+    """Return the client's names of fields. A tool's index counts the hidden ones, too."""
+    fields = dict(_NAMES)
+    for nth, (index, _) in enumerate(shown):
+        fields |= {f"tools.{nth}": f"tools[{index}]", f"tools.{nth}.parameters": f"tools[{index}].input_schema"}
+    return Names("anthropic", fields=fields)
+
+
+def _tools(shown: Sequence[tuple[int, ClientTool]]) -> list[FunctionTool]:
     return [
         function_tool(one.name, one.description, one.input_schema, is_strict=one.strict, at=f"tools[{index}].input_schema")
-        for index, one in _shown(body)
+        for index, one in shown
     ]
 
 
@@ -163,8 +167,8 @@ def _dicts(blocks: Any) -> list[dict[str, Any]]:
     return [block for block in blocks if isinstance(block, dict)] if isinstance(blocks, list) else []
 
 
-def _tool_choice(body: CountTokensBody) -> ToolChoice:
-    choice, names = body.tool_choice, [tool.name for _, tool in _shown(body)]
+def _tool_choice(body: CountTokensBody, shown: Sequence[tuple[int, ClientTool]]) -> ToolChoice:
+    choice, names = body.tool_choice, [tool.name for _, tool in shown]
     if choice is None:
         return ToolChoice()
     if choice.type in ("any", "tool") and not names:
