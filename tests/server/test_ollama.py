@@ -113,6 +113,10 @@ async def test_an_assistants_last_message_is_continued(last, told):
     assert message.get("thinking", "") + message["content"] == oracle(HI_PROMPT + told, max_tokens=5)
 
 
+async def test_an_empty_message_of_the_assistant_alone_is_answered(client):
+    assert (await ask(client, messages=[{"role": "assistant", "content": ""}]))["message"]["content"]
+
+
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 async def test_times_are_of_this_request(client, path):
     answer = await ask(client, path)

@@ -273,11 +273,13 @@ def _effort(think: Any, running: RunningModel) -> str | None:
 
 
 def _conversation(messages: Sequence[Message]) -> Conversation:
-    """Return the conversation. A last message of the assistant is continued, unless it has calls. An empty one is dropped."""
-    goes_on = messages[-1].role == "assistant" and not messages[-1].calls
-    if goes_on and not (messages[-1].content or messages[-1].reasoning):
-        return Conversation(messages[:-1])  # a new turn, which can begin with reasoning
-    return Conversation(messages, not goes_on, goes_on)
+    """Return the conversation. The assistant's last message is continued, or dropped if it is empty, unless it has calls."""
+    last = messages[-1]
+    if last.role != "assistant" or last.calls:
+        return Conversation(messages)
+    if last.content or last.reasoning:
+        return Conversation(messages, add_generation_prompt=False, continue_final_message=True)
+    return Conversation(messages[:-1] or messages)  # a new turn, which can begin with reasoning
 
 
 def _messages(messages: Sequence[OllamaMessage]) -> list[Message]:
