@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import subprocess
 import sys
 
@@ -126,3 +127,30 @@ command.main([])
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (143, "")
+
+
+def test_characters_that_the_terminal_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
+    monkeypatch.setattr(command.cli, "main", lambda *_, **__: print("für ▁▃"))
+    assert _exit_code([]) == 0
+    assert written.getvalue() == "für ??\n".encode("latin-1")
+
+
+def test_a_command_needs_no_open_streams() -> None:
+    """Another file with the number of a closed stream would get what is written to that, such as the log."""
+    script = """
+import os, sys
+for number in range(3):
+    os.close(number)
+sys.stdin = sys.stdout = sys.stderr = None
+from penstock.cli import main as command
+
+def run(*_, **__):
+    print(sys.stdin.read(), file=sys.stderr)
+    return os.open(os.devnull, os.O_RDONLY) - 3
+
+command.cli.main = run
+command.main([])
+"""
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import signal
 import sys
 import traceback
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import click
@@ -93,6 +95,7 @@ def main(arguments: list[str] | None = None) -> None:
     if os.getpid() == 1:
         # The first process of a container: the kernel keeps signals from it that have the default action.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+    _make_streams_usable()
     try:
         code = cli.main(arguments, prog_name="penstock", standalone_mode=False)
         sys.stdout.flush()
@@ -103,6 +106,15 @@ def main(arguments: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = 130
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _make_streams_usable() -> None:
+    """Replace closed standard streams, and let stdout write `?` for characters that its encoding lacks."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in this order each gets its number back
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  (for the whole process)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _explain(error: Exception) -> int:

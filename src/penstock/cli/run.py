@@ -47,7 +47,7 @@ def run(words: tuple[str, ...], **values: Any) -> None:
         _refuse_of_chats("system", "chat_template")
     if values["json_schema"] is not None and values["regex"] is not None:
         raise click.UsageError("--json-schema and --regex both say what the answer is: leave one of them out.")
-    piped = "" if sys.stdin is None or sys.stdin.isatty() else _read_pipe()
+    piped = "" if sys.stdin.isatty() else _read_pipe()
     model, prompt = split_words(words, tables_of_file())
     if model is not None:
         if is_given("model"):
