@@ -55,6 +55,15 @@ def test_lines_become_rows(embed: Embed, tmp_path: Path, vectors: np.ndarray) ->
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "in.txt", "in.txt.npy"]
 
 
+def test_a_named_model_has_the_settings_of_its_table(embed: Embed, tiny_encoder: Path, tmp_path: Path) -> None:
+    table = f'[[models]]\nmodel = "{tiny_encoder}"\nserved_model_name = "emb"\npooling = "last"\nbackend = "reference"\n'
+    (tmp_path / "p.toml").write_text(table)
+    result = CliRunner().invoke(command.embed, ["in.txt", "--config", "p.toml", "--model", "emb"])
+    assert result.exit_code == 0, result.exception
+    assert embed("in.txt", "-o", "last.npy", "--pooling", "last").exit_code == 0
+    assert np.array_equal(np.load(tmp_path / "in.txt.npy"), np.load(tmp_path / "last.npy"))
+
+
 def test_objects_become_objects(embed: Embed, tmp_path: Path, vectors: np.ndarray) -> None:
     assert embed("in.jsonl", "--field", "q", "-o", "out.jsonl").exit_code == 0
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

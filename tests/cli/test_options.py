@@ -156,7 +156,11 @@ def test_commands_that_may_need_no_model_take_its_table(
     assert str(tiny_model) in (config.model.model, asked[0])
 
 
-@pytest.mark.parametrize("words", [("run", "Hello"), ("bench", "--in-process"), ("simulate",), ("profile",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [("run", "Hello"), ("embed", "/dev/null"), ("bench", "--in-process"), ("simulate",), ("profile",)],
+    ids=" ".join,
+)
 def test_commands_that_may_need_no_model_ask_which_one_if_they_do(words: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "p.toml"
     path.write_text('[[models]]\nmodel = "first"\n')

@@ -22,9 +22,11 @@ from penstock.cli.options import (
     EPILOG,
     NOT_IN_THE_LAB,
     GroupedCommand,
+    check_named,
     config_options,
     setting_keys,
     warn_of_unknown_variables,
+    with_table,
 )
 from penstock.types.errors import PenstockError, Rejected, counted
 
@@ -56,7 +58,6 @@ _NOT_HERE = ("model", *NOT_IN_THE_LAB, "experts_on_disk")
 @config_options(*_COMPONENTS, without=_NOT_HERE)
 def embed(
     file: Path,
-    model: str,
     output: Path | None,
     field: str | None,
     prompt_name: str | None,
@@ -76,6 +77,8 @@ def embed(
     from penstock.llm import LLM
 
     warn_of_unknown_variables()
+    check_named()
+    values = with_table(values)
     if file.suffix.lower() == ".json":
         raise click.UsageError(f"{file} is one JSON value. Write an object in each line, and name the file .jsonl.")
     if field is not None and not _has_objects(file):
@@ -92,7 +95,7 @@ def embed(
     num_texts = sum(1 for _ in _texts(file, field))
     if not num_texts:
         raise PenstockError(f"{file} has no text.", remedy="Name a file with a text in each line.")
-    with LLM(model, **{key: values[key] for key in setting_keys(*_COMPONENTS) if key not in _NOT_HERE}) as llm:
+    with LLM(values["model"], **{key: values[key] for key in setting_keys(*_COMPONENTS) if key not in _NOT_HERE}) as llm:
         asked = {"prompt_name": prompt_name, "dimensions": dimensions, "truncate": truncate, "field": field}
         about = {"input_sha256": sha256_of(file), "model": llm.fingerprint, "max_model_len": llm.max_model_len, **asked}
         with _Part(output, about) as part:
