@@ -66,11 +66,14 @@ def test_whole_repository(tmp_path, monkeypatch):
 
 
 def serve(monkeypatch, hub: Path) -> None:
-    """Let the library fetch from a folder, as it does: patterns match whole paths."""
+    """Let the library fetch from a folder, as it does: patterns match whole paths, and each file gets a record."""
 
     def fetch(repo: str, name: str, *, local_dir: Path, revision: str) -> None:
-        (local_dir / name).parent.mkdir(parents=True, exist_ok=True)
+        record = local_dir / ".cache/huggingface/download" / f"{name}.metadata"
+        for path in (record, local_dir / name):
+            path.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(hub / name, local_dir / name)
+        record.write_text(revision)
 
     def snapshot_download(repo: str, *, local_dir: Path, revision: str, allow_patterns: list[str]) -> None:
         for file in (path.relative_to(hub).as_posix() for path in hub.rglob("*") if path.is_file()):
@@ -129,6 +132,26 @@ def test_an_update_forgets_weights_of_an_older_form(tmp_path, monkeypatch, num_s
         source = pull("hf:org/repo", tmp_path)
     assert open_weights(source.path).keys() == open_weights(hub).keys()
     assert load_model(source).name == "org/repo"
+
+
+def test_an_update_deletes_files_that_the_repository_has_no_more(tmp_path, monkeypatch, sharded):
+    """But neither a file of the user's own nor a GGUF file, which is another model."""
+    dropped = ("tokenizer_config.json", "1_Pooling/config.json", next(sharded.glob("model.safetensors-*")).name)
+    for name in ("m.gguf", *dropped[:2]):
+        (sharded / name).parent.mkdir(exist_ok=True)
+        (sharded / name).write_text("{}")
+    serve(monkeypatch, sharded)
+    pull("hf:org/repo:m.gguf", tmp_path)
+    source = pull("hf:org/repo", tmp_path)
+    assert all((source.path / name).is_file() for name in dropped)
+    (source.path / "added_tokens.json").write_text("{}")
+    write_hf(sharded, TinyLlama())
+    for name in ("m.gguf", "model.safetensors.index.json", *dropped):
+        (sharded / name).unlink()
+    pull("hf:org/repo", tmp_path)
+    assert not [name for name in dropped if list(source.path.rglob(f"{name}*"))]
+    assert (source.path / "added_tokens.json").is_file()
+    assert (source.path / "m.gguf").is_file()
 
 
 def test_pull_without_a_network_keeps_what_is_present(tmp_path, monkeypatch, sharded):

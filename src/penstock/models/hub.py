@@ -62,6 +62,7 @@ class _Repository:
         self.folder = folder
         self.revision: str | None = info.sha
         self.files = {file.rfilename: file for file in info.siblings or ()}
+        self._records = folder / ".cache/huggingface/download"  # the library has a file there for each that it fetched
         self._hub = hub
         self._progress = progress
         self._times_before = {file: file.stat().st_mtime_ns for file in folder.rglob("*") if file.is_file()}
@@ -80,6 +81,14 @@ class _Repository:
 
     def fetch_all(self, patterns: Sequence[str]) -> None:
         self._hub.snapshot_download(self.name, local_dir=self.folder, revision=self.revision, allow_patterns=list(patterns))
+
+    def delete_gone(self) -> None:
+        """Delete files that the library fetched and that the repository has no more, but GGUF files: they are other models."""
+        for record in sorted(self._records.rglob("*.metadata")):
+            name = record.relative_to(self._records).as_posix().removesuffix(".metadata")
+            if name not in self.files and not name.endswith(".gguf"):
+                (self.folder / name).unlink(missing_ok=True)
+                record.unlink()
 
     def renew(self, names: Iterable[str]) -> None:
         """Fetch files again that the library did not touch, and that differ from the hub's."""
@@ -125,12 +134,10 @@ def _fetch_folder(repository: _Repository) -> None:
         return
     repository.check_access("config.json" if "config.json" in files else "adapter_config.json")
     marker.unlink(missing_ok=True)
+    repository.delete_gone()
     if not is_adapter:
         _check_tokenizer(repository)
     repository.fetch_all(FILES)
-    for name in ("model.safetensors", "model.safetensors.index.json"):
-        if name not in files:  # of an older revision; the library leaves it, and it would be read
-            (folder / name).unlink(missing_ok=True)
     shards = _shards(folder)
     for name in shards:
         if name not in wanted:
