@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import shutil
 import sys
+import threading
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from penstock.models.catalog import resolve, unfinished_marker
+from penstock.models.catalog import COMPLETE_MARKER, resolve, unfinished_marker
 from penstock.models.hf import load_hf_directory, open_weights
 from penstock.models.hub import FILES
 from penstock.models.load import load_model
@@ -392,6 +394,46 @@ def test_a_split_model_can_be_used_while_a_pull_compares_it(tmp_path, monkeypatc
     pull("hf:org/repo:m-00001-of-00002.gguf", tmp_path, progress=Uses())
     unfinished_marker(source.path).touch()
     assert ensure_present(source).is_present, "a pull that was interrupted after its last file"
+
+
+@pytest.mark.parametrize("file", ["", ":m.gguf"])
+def test_a_pull_deletes_what_killed_ones_left(tmp_path, monkeypatch, sharded, file):
+    (sharded / "m.gguf").touch()
+    serve(monkeypatch, sharded)
+    records = tmp_path / "hub/org/repo/.cache/huggingface/download"
+    (records / "deep").mkdir(parents=True)
+    for name in ("hash.etag.1234abcd.incomplete", "deep/hash.etag.1234abcd.incomplete", "hash.etag.incomplete"):
+        (records / name).touch()
+    pull(f"hf:org/repo{file}", tmp_path)
+    left = [path.name for path in records.rglob("*.incomplete")]
+    assert left == ["hash.etag.incomplete"], "a part that the library's older versions resume"
+
+
+def test_a_second_pull_waits_for_the_first_and_leaves_its_files(tmp_path, monkeypatch, sharded):
+    class Notes(Progress):
+        def note(self, text: str) -> None:
+            if "Another process" in text:
+                noted.set()
+
+    serve(monkeypatch, sharded)
+    noted, asked = threading.Event(), []
+    source = pull("hf:org/repo", tmp_path)
+    install(monkeypatch, **vars(sys.modules["huggingface_hub"]) | {"get_hf_file_metadata": asked.append})
+    part = source.path / ".cache/huggingface/download/hash.etag.1234abcd.incomplete"
+    part.touch()
+    marker = source.path / COMPLETE_MARKER
+    revision = marker.read_text()
+    marker.unlink()
+    second = threading.Thread(target=ensure_present, args=(source,), kwargs={"progress": Notes()})
+    with (tmp_path / "hub/org/.repo.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        second.start()
+        assert noted.wait(10)
+        assert part.exists(), "the first writes it"
+        marker.write_text(revision)
+        assert ensure_present(source) == source, "what is whole waits for nobody"
+    second.join(10)
+    assert (second.is_alive(), source.is_present, asked) == (False, True, [])
 
 
 def test_interrupted_snapshot_does_not_count(tmp_path, monkeypatch):

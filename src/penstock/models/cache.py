@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from penstock.types.errors import ConfigError
@@ -46,3 +46,9 @@ def locked(path: Path, on_wait: Callable[[], object]) -> Iterator[bool]:
             fcntl.flock(file, fcntl.LOCK_EX)
             has_waited = True
         yield has_waited
+
+
+def fetching_alone(path: Path, note: Callable[[str], object]) -> AbstractContextManager[bool]:
+    """Let one process at a time fetch the model that will be at `path`. If another one does, `note` gets a line to show."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return locked(path.with_name(f".{path.name}.lock"), lambda: note("Another process is fetching this model; waiting for it."))

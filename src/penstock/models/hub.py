@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 from penstock.disk import DISK_ERRORS
+from penstock.models.cache import fetching_alone
 from penstock.models.catalog import COMPLETE_MARKER, HubRef, ModelSource, split_files, unfinished_marker
 from penstock.models.progress import Progress, copy
 from penstock.types.errors import DownloadError, ModelError
@@ -72,6 +74,14 @@ class _Repository:
         file = self.folder / name
         return name in self.files and file.is_file() and file.stat().st_size == self.files[name].size
 
+    @contextmanager
+    def fetching_alone(self) -> Iterator[None]:
+        """Keep other processes from fetching files of the repository, and delete what killed ones left of theirs."""
+        with fetching_alone(self.folder, self._progress.note):
+            for part in sorted(self._records.rglob("*.*.*.incomplete")):  # older versions resume parts, without the third dot
+                part.unlink()
+            yield
+
     def check_access(self, name: str) -> None:
         """Raise if the repository is gated. `name`: any of its files."""
         self._hub.get_hf_file_metadata(self._hub.hf_hub_url(self.name, name, revision=self.revision))
@@ -119,7 +129,7 @@ class _Repository:
 
 def _fetch_folder(repository: _Repository) -> None:
     """Fetch a model or adapter in safetensors. A marker says that all files are there, and of which revision."""
-    files, folder = repository.files, repository.folder
+    files = repository.files
     is_adapter = "adapter_config.json" in files
     has_weights = not files.keys().isdisjoint(("model.safetensors", "model.safetensors.index.json"))
     if not is_adapter and not ("config.json" in files and has_weights):
@@ -128,11 +138,22 @@ def _fetch_folder(repository: _Repository) -> None:
             remedy=f"Use a repository that has it; for a GGUF file write hf:{repository.name}:NAME.gguf.",
         )
     wanted = sorted(name for name in files if any(fnmatch(name, pattern) for pattern in FILES))
-    marker = folder / COMPLETE_MARKER
+    if not _is_current(repository, wanted):
+        with repository.fetching_alone():
+            if not _is_current(repository, wanted):  # another process may have fetched it meanwhile
+                _update_folder(repository, wanted, is_adapter=is_adapter)
+
+
+def _is_current(repository: _Repository, wanted: Sequence[str]) -> bool:
+    marker = repository.folder / COMPLETE_MARKER
     is_same = marker.is_file() and marker.read_text() == repository.revision
-    if is_same and all(map(repository.is_here, wanted)) and all(map(repository.is_here, _shards(folder))):
-        return
-    repository.check_access("config.json" if "config.json" in files else "adapter_config.json")
+    return is_same and all(map(repository.is_here, wanted)) and all(map(repository.is_here, _shards(repository.folder)))
+
+
+def _update_folder(repository: _Repository, wanted: Sequence[str], *, is_adapter: bool) -> None:
+    folder = repository.folder
+    marker = folder / COMPLETE_MARKER
+    repository.check_access("adapter_config.json" if is_adapter else "config.json")
     marker.unlink(missing_ok=True)
     repository.delete_gone()
     if not is_adapter:
@@ -180,11 +201,12 @@ def _fetch_gguf(repository: _Repository, path: Path) -> None:
         if marker.exists():
             marker.unlink()
         return  # without the marker: other processes can use the model during the comparison
-    if len(names) > 1:
-        repository.check_access(names[0])
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.touch()
-    for name in names:
-        repository.fetch(name)
-    repository.renew(names)
-    marker.unlink(missing_ok=True)
+    with repository.fetching_alone():
+        if len(names) > 1:
+            repository.check_access(names[0])
+            marker.parent.mkdir(parents=True, exist_ok=True)
+            marker.touch()
+        for name in names:
+            repository.fetch(name)
+        repository.renew(names)
+        marker.unlink(missing_ok=True)

