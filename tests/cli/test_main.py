@@ -129,9 +129,10 @@ command.main([])
     assert (done.returncode, done.stderr) == (143, "")
 
 
-def test_characters_that_the_terminal_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the locale C
+def test_characters_that_the_terminal_lacks_are_replaced(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1"))
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "latin-1", errors))
     monkeypatch.setattr(command.cli, "main", lambda *_, **__: print("für ▁▃"))
     assert _exit_code([]) == 0
     assert written.getvalue() == "für ??\n".encode("latin-1")
@@ -140,17 +141,15 @@ def test_characters_that_the_terminal_lacks_are_replaced(monkeypatch: pytest.Mon
 def test_a_command_needs_no_open_streams() -> None:
     """Another file with the number of a closed stream would get what is written to that, such as the log."""
     script = """
-import os, sys
-for number in range(3):
-    os.close(number)
-sys.stdin = sys.stdout = sys.stderr = None
+import sys
 from penstock.cli import main as command
 
 def run(*_, **__):
-    print(sys.stdin.read(), file=sys.stderr)
-    return os.open(os.devnull, os.O_RDONLY) - 3
+    print(sys.stdin.read(), "\\udcff", file=sys.stderr)
+    return int([stream.fileno() for stream in (sys.stdin, sys.stdout, sys.stderr)] != [0, 1, 2])
 
 command.cli.main = run
 command.main([])
 """
-    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
+    words = ["sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, script]
+    assert subprocess.run(words, check=False, timeout=60).returncode == 0

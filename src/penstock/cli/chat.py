@@ -26,8 +26,6 @@ def chat(**values: Any) -> None:
     From a pipe, each line is a message; the exit status is 1 if one of them got no answer.
     """
     check_text("--system", values["system"])
-    if sys.stdin is None:
-        raise click.UsageError("Standard input is closed: messages come from there.")
     is_typed = sys.stdin.isatty()
     with Session(values) as session:
         conversation = Conversation(session, values["system"], has_stats=values["stats"], is_typed=is_typed)

@@ -112,8 +112,8 @@ def _make_streams_usable() -> None:
     """Replace closed standard streams, and let stdout write `?` for characters that its encoding lacks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in this order each gets its number back
         if getattr(sys, name) is None:
-            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115  (for the whole process)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            setattr(sys, name, Path(os.devnull).open(mode, errors="replace"))  # noqa: SIM115  (for the whole process)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="replace")
 
 
