@@ -78,7 +78,8 @@ class _Repository:
     def fetching_alone(self) -> Iterator[None]:
         """Keep other processes from fetching files of the repository, and delete what killed ones left of theirs."""
         with fetching_alone(self.folder, self._progress.note):
-            for part in sorted(self._records.rglob("*.*.*.incomplete")):  # older versions resume parts, without the third dot
+            # HASH.ETAG.RANDOM.incomplete. Older versions of the library write HASH.ETAG.incomplete, and resume it.
+            for part in sorted(self._records.rglob("*.*.*.incomplete")):
                 part.unlink()
             yield
 
@@ -93,7 +94,7 @@ class _Repository:
         self._hub.snapshot_download(self.name, local_dir=self.folder, revision=self.revision, allow_patterns=list(patterns))
 
     def delete_gone(self) -> None:
-        """Delete files that the library fetched and that the repository has no more, but GGUF files: they are other models."""
+        """Delete fetched files that the repository no longer has. GGUF files stay: they are other models."""
         for record in sorted(self._records.rglob("*.metadata")):
             name = record.relative_to(self._records).as_posix().removesuffix(".metadata")
             if name not in self.files and not name.endswith(".gguf"):
