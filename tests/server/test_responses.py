@@ -2,6 +2,7 @@
 
 import json
 
+import httpx
 import pytest
 
 from penstock.engine.bridge import merge_chunks
@@ -10,7 +11,7 @@ from penstock.testing import HashExecutor
 from penstock.types.plan import Capacity
 from support.server.chat import HI_PROMPT
 from support.server.completions import oracle
-from support.server.harness import make_client, make_runtime
+from support.server.harness import GatedExecutor, make_client, make_runtime, running
 from support.server.responses import ASK, FUNCTIONS, PATH, ROME, ask
 from support.server.tools import CALL, CALL_NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, says
 
@@ -534,6 +535,19 @@ async def test_a_stream_fails_with_a_code_of_its_own_if_the_memory_is_too_small(
         failed = (await stream(client, input="x" * 60, max_output_tokens=60))[-1]
     runtime.close()
     assert (failed["type"], failed["response"]["error"]["code"]) == ("response.failed", "context_length_exceeded")
+
+
+async def test_a_cancelled_stream_does_not_blame_the_prompt():
+    gate = GatedExecutor()
+    with running(gate) as server:
+        async with (
+            httpx.AsyncClient(base_url=server.url, timeout=20) as client,
+            client.stream("POST", PATH, json=ASK | {"stream": True}, headers={"X-Request-Id": "mine"}) as response,
+        ):
+            assert (await client.delete("/v1/requests/mine")).status_code == 200
+            gate.open()
+            failed = events_of((await response.aread()).decode())[-1]
+    assert (failed["type"], failed["response"]["error"]["code"]) == ("response.failed", "server_error")
 
 
 async def test_compaction_is_refused_with_a_remedy(client):

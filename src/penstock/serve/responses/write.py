@@ -30,7 +30,7 @@ def response_error(error: ApiError) -> ResponseError:
         code = "rate_limit_exceeded"
     elif error.code == "context_length_exceeded":
         code = error.code  # Codex CLI shortens the conversation then
-    elif 400 <= error.status_code < 500 and error.error_type == "invalid_request_error":
+    elif error.status_code == 400:
         code = "invalid_prompt"
     else:
         code = "server_error"
