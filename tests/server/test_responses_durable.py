@@ -16,7 +16,7 @@ from penstock.serve.own_requests import Answered, OwnRequests
 from penstock.serve.responses import durable, store
 from penstock.serve.responses.store import MemoryStore
 from penstock.testing import HashExecutor
-from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, LiveServer, make_runtime, wait_until
+from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, LiveServer, fixed_sources, make_runtime, wait_until
 from support.server.responses import ASK, PATH
 
 MANY = 1500
@@ -28,8 +28,9 @@ def config(tmp_path: Path) -> ServerConfig:
     return ServerConfig(port=0, jobs_dir=str(tmp_path / "jobs"))
 
 
-def serving(config: ServerConfig, executor=None):
-    runtime = make_runtime(executor or HashExecutor(CAPACITY, model=PRINTABLE_MODEL), sources=None)
+def serving(config: ServerConfig, executor=None, *, now_s: int = 1_700_000_000):
+    sources = replace(fixed_sources(), unix_time_s=lambda: now_s)
+    runtime = make_runtime(executor or HashExecutor(CAPACITY, model=PRINTABLE_MODEL), sources=sources)
     return LiveServer(runtime, config)
 
 
@@ -90,6 +91,14 @@ def stopped_with(config: ServerConfig, num: int) -> list[str]:
         executor.open()
     server.runtime.close()
     return ids
+
+
+def test_what_is_asked_again_was_created_when_it_was_first_asked(config: ServerConfig) -> None:
+    [response_id] = stopped_with(config, 1)
+    with serving(config, now_s=1_700_000_060) as server:
+        found = ended(server, response_id)
+        assert (found["status"], found["created_at"]) == ("incomplete", 1_700_000_000)
+    server.runtime.close()
 
 
 def test_as_many_as_may_run_go_on(config: ServerConfig, monkeypatch) -> None:

@@ -78,6 +78,8 @@ class Course:
     response_name: str | None = None
     """The part after `resp_` of the response's id, if the request may be a repetition: the server repeats it after a restart,
     the client by `Idempotency-Key`."""
+    created_unix_s: int | None = None
+    """When the response was created, if an earlier process did that."""
     arrival_ns: int | None = None
     """The time of arrival, if the request has waited."""
     waits: WaitTimes = NO_WAITS

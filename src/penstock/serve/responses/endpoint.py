@@ -182,9 +182,9 @@ class ResponsesEndpoint:
             task.add_done_callback(partial(self._asking.pop, kept.key))
 
     async def _ask_again(self, kept: Kept) -> None:
-        name = kept.response_id.removeprefix("resp_")
+        name, created_unix_s = kept.response_id.removeprefix("resp_"), fast_json.loads(kept.response)["created_at"]
         while True:
-            course = Course(response_name=name)
+            course = Course(response_name=name, created_unix_s=created_unix_s)
             answered = await self._own.ask(kept.owner, "/v1/responses", kept.asked, name, asyncio.Event(), course)
             if answered is None or answered.status not in REFUSALS:
                 break

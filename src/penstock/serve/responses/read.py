@@ -120,12 +120,13 @@ def read(body: ResponsesBody, past: Past, asked: Asked, *, keeps: bool) -> tuple
     messages = _messages(body.instructions, [*map(_body_of, before), *items], len(before))
     tools = read_tools(body.tools)
     call = asked.call(_request(body, messages, tools))
-    # A client may use a request id twice, but ids of responses are unique.
-    name = course_of(asked.scope).response_name
-    if name is None:
+    course = course_of(asked.scope)
+    name = course.response_name
+    if name is None:  # a client may use a request id twice, but ids of responses are unique
         name = call.running.sources.new_request_id() if is_named else call.terms.request_id
     response_id = f"resp_{name}"
-    answer = replace(call.answer, answer_id=response_id)
+    created_unix_s = course.created_unix_s or call.answer.created_unix_s
+    answer = replace(call.answer, answer_id=response_id, created_unix_s=created_unix_s)
     call = replace(call, answer=answer, num_bytes=len(asked.data) + past.num_bytes)
     last = {item.id: index for index, item in enumerate(items)}
     kept = [_stored_item(item, index, response_id, has_own_id=last[item.id] == index) for index, item in enumerate(items)]
