@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import threading
 from dataclasses import replace
@@ -28,9 +29,9 @@ def config(tmp_path: Path) -> ServerConfig:
     return ServerConfig(port=0, jobs_dir=str(tmp_path / "jobs"))
 
 
-def serving(config: ServerConfig, executor=None, *, now_s: int = 1_700_000_000):
+def serving(config: ServerConfig, executor=None, *, now_s: int = 1_700_000_000, **model_fields):
     sources = replace(fixed_sources(), unix_time_s=lambda: now_s)
-    runtime = make_runtime(executor or HashExecutor(CAPACITY, model=PRINTABLE_MODEL), sources=sources)
+    runtime = make_runtime(executor or HashExecutor(CAPACITY, model=PRINTABLE_MODEL), sources=sources, **model_fields)
     return LiveServer(runtime, config)
 
 
@@ -98,6 +99,51 @@ def test_what_is_asked_again_was_created_when_it_was_first_asked(config: ServerC
     with serving(config, now_s=1_700_000_060) as server:
         found = ended(server, response_id)
         assert (found["status"], found["created_at"]) == ("incomplete", 1_700_000_000)
+    server.runtime.close()
+
+
+def test_headers_about_urgency_still_apply_and_the_deadline_goes_on(config: ServerConfig, monkeypatch) -> None:
+    headers = {"X-Deadline-Ms": "100000", "X-Queue-Timeout-Ms": "50000", "X-First-Token-Timeout-Ms": "60000"}
+    headers |= {"X-SLO-TTFT-Ms": "2000", "X-SLO-ITL-Ms": "30", "X-Priority": "-3"}
+    requests, has_begun, update = [], threading.Event(), MemoryStore.update
+
+    def serve(now_s: int, executor=None) -> LiveServer:
+        server = serving(replace(config, shutdown_timeout_s=0.0), executor, now_s=now_s, is_priority_scheduled=True)
+        submit = server.runtime.engine.submit
+        monkeypatch.setattr(server.runtime.engine, "submit", lambda *added: requests.extend(added) or submit(*added))
+        return server
+
+    monkeypatch.setattr(MemoryStore, "update", lambda store, kept: has_begun.set() or update(store, kept))
+    for now_s in (1000, 1040, 1080):
+        gate = GatedExecutor()
+        with serve(now_s, gate) as server:
+            if now_s == 1000:
+                body = ASK | {"background": True, "max_output_tokens": MANY}
+                response_id = httpx.post(server.url + PATH, json=body, headers=headers).json()["id"]
+            gate.allow()
+            assert has_begun.wait(60)
+            server.server.request_shutdown()
+            gate.open()
+        server.runtime.close()
+        has_begun.clear()
+        request = requests.pop()
+        limits_ns = (request.deadline_ns, request.queue_deadline_ns, request.first_token_deadline_ns)
+        assert [(at_ns - request.arrival_ns) // 10**9 for at_ns in limits_ns] == [1100 - now_s, 50, 60]
+        assert (request.slo_ttft_ns, request.slo_itl_ns, request.priority) == (2 * 10**9, 30 * 10**6, -3)
+    with serve(1100) as server:
+        assert ended(server, response_id)["status"] == "failed"
+        assert not requests
+    server.runtime.close()
+
+
+def test_records_without_headers_are_read(config: ServerConfig) -> None:
+    [response_id] = stopped_with(config, 1)
+    record = json.loads(records(config)[response_id])
+    with sqlite3.connect(f"{config.jobs_dir}/jobs.db") as base:
+        base.execute("UPDATE responses SET record = ?", (json.dumps(record[:6]).encode(),))
+    base.close()
+    with serving(config) as server:
+        assert ended(server, response_id)["status"] == "incomplete"
     server.runtime.close()
 
 

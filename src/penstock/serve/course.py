@@ -80,6 +80,8 @@ class Course:
     the client by `Idempotency-Key`."""
     created_unix_s: int | None = None
     """When the response was created, if an earlier process did that."""
+    age_ns: int = 0
+    """How long before its arrival here an earlier process had the request."""
     arrival_ns: int | None = None
     """The time of arrival, if the request has waited."""
     waits: WaitTimes = NO_WAITS

@@ -6,7 +6,7 @@ They pass through the whole app, so each gets the same answer as a client's requ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message
@@ -31,7 +31,14 @@ class OwnRequests:
         self._sender = sender
 
     async def ask(
-        self, owner: Owner, url: str, body: bytes, request_id: str, left: asyncio.Event, course: Course
+        self,
+        owner: Owner,
+        url: str,
+        body: bytes,
+        request_id: str,
+        left: asyncio.Event,
+        course: Course,
+        more_headers: Iterable[tuple[bytes, bytes]] = (),
     ) -> Answered | None:
         """Send a request and return its complete answer, or None if its owner's key no longer exists.
 
@@ -40,7 +47,7 @@ class OwnRequests:
         sender = self._sender(owner.key)
         if sender is None:
             return None
-        headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode())]
+        headers = [(b"content-type", b"application/json"), (b"x-request-id", request_id.encode()), *more_headers]
         if owner.tenant != owner.key:
             headers.append((b"x-tenant", owner.tenant.encode()))
         scope = {

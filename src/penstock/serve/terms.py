@@ -62,6 +62,8 @@ def read_terms(
         times_ns = [_milliseconds(scope, name) for name in _TIMES]
         priority_of_header = _integer(scope, _PRIORITY, INT32_MIN, INT32_MAX)
     deadline_ns, queue_timeout_ns, first_token_timeout_ns, slo_ttft_ns, slo_itl_ns = times_ns
+    if deadline_ns is not None:
+        deadline_ns -= course.age_ns  # the other limits are for waits, which begin anew
     limits_s = (config.request_timeout_s, config.queue_timeout_s, config.first_token_timeout_s)
     # A line of a batch has its window.
     request_s, queue_s, first_token_s = (None, None, None) if course.is_background else limits_s
@@ -110,6 +112,11 @@ def read_owner(scope: Scope) -> Owner:
     if tenant is not None and not NAME.fullmatch(tenant):
         raise _bad_header("X-Tenant", f"must be {NAME_RULE}")
     return Owner(key=key, tenant=key if tenant is None else tenant)
+
+
+def urgency_of(scope: Scope) -> tuple[tuple[bytes, bytes], ...]:
+    """Return the headers about urgency."""
+    return tuple([(name, value) for name, value in scope["headers"] if name in _URGENCY])
 
 
 def is_local_only(scope: Scope) -> bool:

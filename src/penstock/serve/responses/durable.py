@@ -13,7 +13,7 @@ import time
 import msgspec
 
 from penstock.jobs.store import Store
-from penstock.serve.responses.kept import Kept, Key
+from penstock.serve.responses.kept import Headers, Kept, Key
 from penstock.types.request import Owner
 
 _log = logging.getLogger(__name__)
@@ -111,6 +111,8 @@ class _Record(msgspec.Struct, array_like=True):
     is_background: bool
     asked: msgspec.Raw
     """The request's body, or null if it has ended."""
+    urgency: Headers = ()
+    """The request's headers about urgency. Earlier versions did not write them."""
 
 
 _read_record = msgspec.json.Decoder(_Record).decode
@@ -120,8 +122,8 @@ _NULL = b"null"
 def _record(kept: Kept) -> bytes:
     items = [msgspec.Raw(item) for item in kept.items]
     asked = msgspec.Raw(kept.asked if kept.is_running else _NULL)
-    record = _Record(msgspec.Raw(kept.response), items, kept.num_asked, kept.previous_id, kept.is_background, asked)
-    return msgspec.json.encode(record)
+    fields = (msgspec.Raw(kept.response), items, kept.num_asked, kept.previous_id, kept.is_background, asked, kept.urgency)
+    return msgspec.json.encode(_Record(*fields))
 
 
 def _decode(owner: Owner, response_id: str, data: bytes) -> Kept:
@@ -137,4 +139,5 @@ def _decode(owner: Owner, response_id: str, data: bytes) -> Kept:
         is_background=record.is_background,
         is_running=is_running,
         asked=bytes(record.asked) if is_running else b"",
+        urgency=record.urgency,
     )

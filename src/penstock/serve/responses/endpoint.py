@@ -34,7 +34,7 @@ from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.responses.store import MemoryStore, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
 from penstock.serve.streams import respond, write_chunks
-from penstock.serve.terms import read_owner, repeated_name
+from penstock.serve.terms import read_owner, repeated_name, urgency_of
 from penstock.types.request import Owner
 
 _log = logging.getLogger(__name__)
@@ -65,6 +65,7 @@ class ResponsesEndpoint:
         self._running: dict[Key, _Running] = {}
         """Unfinished responses in the background."""
         self._own = parts.own
+        self._unix_time_s = parts.deployment.sources.unix_time_s
         self._is_stopping = False
         self._asking: dict[Key, asyncio.Task[None]] = {}
         """Tasks that ask responses again after a restart, until they run."""
@@ -141,7 +142,8 @@ class ResponsesEndpoint:
         with opened:
             queued: Response = {**draft.response, "status": "queued"}
             asked = sent if self._store.outlives else b""
-            kept = replace(_new_kept(draft, owner, queued), is_background=True, is_running=True, asked=asked)
+            kept = _new_kept(draft, owner, queued)
+            kept = replace(kept, is_background=True, is_running=True, asked=asked, urgency=urgency_of(http.scope))
             self._store.check_room(kept.key)  # other requests may have taken the room meanwhile
             if kept.key in self._running:  # the client has sent it again at once
                 opened.close()
@@ -184,8 +186,9 @@ class ResponsesEndpoint:
     async def _ask_again(self, kept: Kept) -> None:
         name, created_unix_s = kept.response_id.removeprefix("resp_"), fast_json.loads(kept.response)["created_at"]
         while True:
-            course = Course(response_name=name, created_unix_s=created_unix_s)
-            answered = await self._own.ask(kept.owner, "/v1/responses", kept.asked, name, asyncio.Event(), course)
+            age_ns = max(0, self._unix_time_s() - created_unix_s) * 1_000_000_000
+            course, left = Course(response_name=name, created_unix_s=created_unix_s, age_ns=age_ns), asyncio.Event()
+            answered = await self._own.ask(kept.owner, "/v1/responses", kept.asked, name, left, course, kept.urgency)
             if answered is None or answered.status not in REFUSALS:
                 break
             await asyncio.sleep(answered.retry_after_s or RETRY_AFTER_S)

@@ -17,6 +17,7 @@ _ENTRY_BYTES = 760
 
 Key = tuple[Owner, str]
 """The owner and the id of a response."""
+Headers = tuple[tuple[bytes, bytes], ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -35,6 +36,8 @@ class Kept:
     """The response runs in the background and has not ended."""
     asked: bytes = b""
     """The body of the request, while it is running."""
+    urgency: Headers = ()
+    """The request's headers about urgency, while it is running."""
     num_bytes: int = field(init=False)
     """Memory of the response in `MemoryStore`, Python's overhead included."""
 
@@ -49,13 +52,13 @@ class Kept:
     def as_of(self, response: Response, items: Sequence[Item] | None = None) -> Kept:
         """Return a later state of a response in the background. If `items` are given, the response has ended."""
         later = replace(self, response=fast_json.dumps(response))
-        return later if items is None else replace(later, items=as_json(items), is_running=False, asked=b"")
+        return later if items is None else replace(later, items=as_json(items), is_running=False, asked=b"", urgency=())
 
     def ended(self, status: Literal["failed", "cancelled"], error: ResponseError | None = None) -> Kept:
         """Return the end of a response in the background that was not generated."""
         response: Response = fast_json.loads(self.response)
         response["status"], response["error"] = status, error
-        return replace(self, response=fast_json.dumps(response), is_running=False, asked=b"")
+        return replace(self, response=fast_json.dumps(response), is_running=False, asked=b"", urgency=())
 
 
 def as_json(items: Sequence[Item]) -> tuple[bytes, ...]:
