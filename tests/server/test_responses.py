@@ -537,17 +537,20 @@ async def test_a_stream_fails_with_a_code_of_its_own_if_the_memory_is_too_small(
     assert (failed["type"], failed["response"]["error"]["code"]) == ("response.failed", "context_length_exceeded")
 
 
-async def test_a_cancelled_stream_does_not_blame_the_prompt():
+async def test_a_cancelled_stream_ends_without_an_error():
+    """Codex CLI sends a request again after `response.failed`."""
     gate = GatedExecutor()
     with running(gate) as server:
-        async with (
-            httpx.AsyncClient(base_url=server.url, timeout=20) as client,
-            client.stream("POST", PATH, json=ASK | {"stream": True}, headers={"X-Request-Id": "mine"}) as response,
-        ):
-            assert (await client.delete("/v1/requests/mine")).status_code == 200
-            gate.open()
-            failed = events_of((await response.aread()).decode())[-1]
-    assert (failed["type"], failed["response"]["error"]["code"]) == ("response.failed", "server_error")
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            headers = {"X-Request-Id": "mine"}
+            async with client.stream("POST", PATH, json=ASK | {"stream": True}, headers=headers) as response:
+                assert (await client.delete("/v1/requests/mine")).status_code == 200
+                gate.open()
+                last = events_of((await response.aread()).decode())[-1]
+            ended = last["response"]
+            assert (last["type"], ended["status"], ended["error"]) == ("response.incomplete", "cancelled", None)
+            assert ended["incomplete_details"] == {"reason": "cancelled"}
+            assert (await client.get(f"{PATH}/{ended['id']}")).json() == ended
 
 
 async def test_compaction_is_refused_with_a_remedy(client):

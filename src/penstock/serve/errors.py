@@ -205,8 +205,11 @@ def past_deadline(message: str) -> ApiError:
     return ApiError(408, message, code="deadline_exceeded", error_type="timeout_error", headers=NO_RETRY)
 
 
+REQUEST_CANCELLED = "request_cancelled"
+
+
 def cancelled(message: str) -> ApiError:
-    return ApiError(STATUS_CLIENT_CLOSED_REQUEST, message, code="request_cancelled")
+    return ApiError(STATUS_CLIENT_CLOSED_REQUEST, message, code=REQUEST_CANCELLED)
 
 
 def overloaded(message: str, retry_after_s: float | None) -> ApiError:

@@ -23,7 +23,7 @@ from penstock.serve.answering import open_call
 from penstock.serve.api import Parts
 from penstock.serve.asking import Asked
 from penstock.serve.course import Course, course_of
-from penstock.serve.errors import ApiError, internal, invalid, unavailable
+from penstock.serve.errors import ApiError, cancelled, internal, invalid, unavailable
 from penstock.serve.http.checks import add_header, identity_of
 from penstock.serve.http.entries import entry_of
 from penstock.serve.paging import is_ascending, page_of
@@ -220,9 +220,9 @@ class ResponsesEndpoint:
             if error is not None:
                 if self._is_stopping and self._store.outlives and error.code == "unavailable":
                     raise _Stopped
-                return writer.failure(error, "cancelled" if error.code == "request_cancelled" else "failed")
+                return writer.failure(error)
         if opened.stream.is_cancelled:
-            return writer.failure(internal(""), "cancelled")
+            return writer.failure(cancelled(_CANCELLED))
         return writer.response()
 
     # Responses that are kept

@@ -9,12 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any
 
 from penstock import fast_json
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
-from penstock.serve.errors import ApiError
+from penstock.serve.errors import REQUEST_CANCELLED, ApiError
 from penstock.serve.logprobs import ChatLogprobs, ChatToken
 from penstock.serve.responses.answers import IncompleteDetails, Response, ResponseError
 from penstock.serve.responses.read import Draft, Item
@@ -95,8 +95,12 @@ class ResponsesWriter(Writer):
         return self._take()
 
     def fail(self, error: ApiError) -> bytes:
-        response = self.failure(error)
-        self._tell("response.failed", {"response": response})
+        response, kind = self.failure(error), "response.failed"
+        if response["status"] == "cancelled":
+            # OpenAI's streams have no event for it. After `response.failed` Codex CLI would send the request again. Without a
+            # reason, Vercel's AI SDK would take the answer as complete.
+            response["incomplete_details"], kind = {"reason": "cancelled"}, "response.incomplete"
+        self._tell(kind, {"response": response})
         self._on_end(response)
         return self._take()
 
@@ -116,10 +120,12 @@ class ResponsesWriter(Writer):
             return {**told, "status": "incomplete", "incomplete_details": details}
         return {**told, "status": "completed", "completed_at": self._call.running.sources.unix_time_s()}
 
-    def failure(self, error: ApiError, status: Literal["failed", "cancelled"] = "failed") -> Response:
+    def failure(self, error: ApiError) -> Response:
         """Return a failed or cancelled response, with its items so far."""
         self._close(is_whole=False)
-        return {**self._whole(), "status": status, "error": response_error(error) if status == "failed" else None}
+        if error.code == REQUEST_CANCELLED:
+            return {**self._whole(), "status": "cancelled"}
+        return {**self._whole(), "status": "failed", "error": response_error(error)}
 
     def _whole(self) -> Response:
         """Return the response with its items, its usage and the fingerprint of the loaded adapter."""
