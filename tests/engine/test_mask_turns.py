@@ -352,6 +352,18 @@ def test_rows_that_sit_out_are_preempted_and_come_back(depth):
     assert all(bench.is_right(request, seed=idx) for idx, request in enumerate(requests[:3]))
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_one_that_is_preempted_and_then_alone_computes_its_answer_again_in_chunks(depth):
+    bench = Bench(depth, capacity=replace(CAPACITY, num_blocks=40))
+    requests = [
+        bench.slow(f"slow{idx}", (3 * STEP_NS,), seed=idx, max_tokens=max_tokens) for idx, max_tokens in enumerate((400, 600))
+    ]
+    bench.turn(*requests)
+    bench.finish()
+    assert [request.num_preemptions for request in requests] == [0, 1]
+    assert all(bench.is_right(request, seed=idx) for idx, request in enumerate(requests))
+
+
 def test_one_that_sits_out_can_be_cancelled_and_misses_its_deadline():
     bench = Bench()
     bench.turn(bench.plain(max_tokens=300), bench.slow("cancelled"), bench.slow("late", deadline_ns=100 * STEP_NS))

@@ -375,7 +375,7 @@ class Extending:
     ) -> list[Request]:
         """Plan a row for each of these requests that decodes, in order of admission. Return the others.
 
-        Requests that sit out the step get no row, except to compute their prompts. `most`: how many rows at most.
+        Decodes that sit out the step get no row. `most`: how many rows at most.
         """
         counts = step.counts
         num_others = counts.num_tokens - counts.num_decodes if step.rows else 0
@@ -383,17 +383,14 @@ class Extending:
         del step.rows[step.num_decode_rows :]
         counts.sat_out = ()
         if most is not None:
-            decoding = [request for request in running if request.num_behind == 1 or request.is_jumping]
+            decoding = [request for request in running if request.is_decode]
             resting = {request.request_id for request in decoding[most:]}
             running = [request for request in running if request.request_id not in resting]
             counts.rested = list(resting)
         if sitting_out:
-            staying = {
-                request.request_id: request
-                for request in running
-                if request.request_id in sitting_out and request.num_computed_tokens >= request.num_prompt_tokens
-            }
-            counts.sat_out = list(staying)
+            decoding = [request for request in running if request.is_decode]
+            counts.sat_out = [request.request_id for request in decoding if request.request_id in sitting_out]
+            staying = set(counts.sat_out)
             running = [request for request in running if request.request_id not in staying]
         prefills, num_rows = progress.plan_decodes(
             running, self._kv.num_slots, step.rows, lambda request: self._extend(step, request, 1)

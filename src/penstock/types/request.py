@@ -124,6 +124,11 @@ class Request:
         return 0 < self.forced_from <= self.num_computed_tokens + 1
 
     @property
+    def is_decode(self) -> bool:
+        """Whether it computes only its last token, and those that its grammar forced."""
+        return self.num_behind == 1 or self.is_jumping
+
+    @property
     def adapter_number(self) -> int:
         return BASE if self.adapter is None else self.adapter.number
 
