@@ -74,7 +74,7 @@ class Rig:
         self.engine = Engine(
             self.core,
             self.executor,
-            OutputStage(lambda skip_special_tokens: Numbers()),
+            OutputStage(lambda _shown: Numbers()),
             clock=VirtualClock(),
             sink=self.chunks.extend,
             **engine_fields,

@@ -48,7 +48,7 @@ class Listener:
 
 
 def make_stage(*request_ids: str, observer: Listener | None = None, **sampling) -> OutputStage:
-    stage = OutputStage(lambda skip_special_tokens: Letters(), observer=observer)
+    stage = OutputStage(lambda _shown: Letters(), observer=observer)
     for request_id in request_ids or ("a",):
         stage.add(Request(request_id, (1,), SamplingParams(**sampling), arrival_ns=0))
     return stage
@@ -189,7 +189,7 @@ def test_fail_all_ends_those_still_in_flight_once():
 
 
 def test_the_finish_chunk_tells_the_instants_of_the_request():
-    stage = OutputStage(lambda skip_special_tokens: Letters())
+    stage = OutputStage(lambda _shown: Letters())
     request = Request("a", (1,), SamplingParams(), arrival_ns=0, num_cached_tokens=7)
     stage.add(request)
     request.first_scheduled_ns, request.first_token_ns = 3, 4
@@ -307,7 +307,7 @@ def test_an_answer_that_another_engine_began_goes_on_as_if_it_had_not(text: str,
     whole = make_stage(stop=stop, max_tokens=20)
     told = [chunk for letter in text for chunk in whole.push([event(letter)]).chunks]
     at = min(at, len(told) - 1, len(text) - 1)
-    stage = OutputStage(lambda skip_special_tokens: Letters())
+    stage = OutputStage(lambda _shown: Letters())
     begun = Request("a", (1,), SamplingParams(stop=stop, max_tokens=20), arrival_ns=0)
     begun.output_token_ids.extend(map(ord, text[:at]))
     stage.add(begun)

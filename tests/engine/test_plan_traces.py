@@ -118,7 +118,7 @@ def by_engine(house: House, script: Script) -> list[StepPlan]:
     engine = Engine(
         house.core,
         house.executor,
-        OutputStage(lambda skip_special_tokens: Numbers()),
+        OutputStage(lambda _shown: Numbers()),
         clock=house.clock,
         sink=lambda chunks: None,
         make_transfers=lambda blocks, wake: house.transfers(blocks),

@@ -57,7 +57,7 @@ class Rig:
         if isinstance(executor, Exception):
             raise executor
         self.used.append(executor)
-        output = OutputStage(lambda skip_special_tokens: Numbers())
+        output = OutputStage(lambda _shown: Numbers())
         self.engines.append(Engine(make_core(TINY), executor, output, clock=WallClock(), sink=self.sink, on_failed=on_failed))
         return self.engines[-1]
 

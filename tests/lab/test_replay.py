@@ -143,7 +143,7 @@ def record(
     executor = Traffic(depth)
     recorder = make_recorder(path, clock, depth=depth)
     core = make_core(CAPACITY, make(), journal=recorder, enable_prefix_caching=has_prefix_caching)
-    output = OutputStage(lambda skip_special_tokens: make_text())
+    output = OutputStage(lambda _shown: make_text())
     engine = Engine(core, executor, output, clock=clock, sink=executor.sink, turn_observer=recorder)
     executor.engine = engine
     executor.send()

@@ -57,7 +57,7 @@ class Letters:
         return ""
 
 
-def detokenizer(skip_special_tokens: bool) -> Detokenizer:
+def detokenizer(shown_special_ids: tuple[int, ...] | None) -> Detokenizer:
     return Letters()
 
 

@@ -57,7 +57,7 @@ class Server:
         self.engine = Engine(
             make_core(CAPACITY, policies, observer=group),
             SlowExecutor(self.clock),
-            OutputStage(lambda skip_special_tokens: NoText(), observer=ObserverGroup([self.metrics, self.admission])),
+            OutputStage(lambda _shown: NoText(), observer=ObserverGroup([self.metrics, self.admission])),
             clock=self.clock,
             sink=lambda chunks: None,
             observer=group,

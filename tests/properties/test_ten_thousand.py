@@ -74,7 +74,7 @@ class Town:
         self.engine = Engine(
             self.core,
             self.executor,
-            OutputStage(lambda skip_special_tokens: NoText(), observer=ObserverGroup([self.metrics, self.admission])),
+            OutputStage(lambda _shown: NoText(), observer=ObserverGroup([self.metrics, self.admission])),
             clock=self.clock,
             sink=self.deliver,
             observer=observer,

@@ -496,7 +496,7 @@ async def test_a_request_that_fails_alone_is_a_500_and_the_next_is_served(is_str
     try:
         async with make_client(runtime) as client:
             with monkeypatch.context() as broken:
-                broken.setattr(runtime.engine._output, "_make_detokenizer", lambda _skips: 1 / 0)
+                broken.setattr(runtime.engine._output, "_make_detokenizer", lambda _shown: 1 / 0)
                 response = await client.post(
                     COMPLETIONS, json={"prompt": [70], "stream": is_streamed}, headers={"X-Request-Id": "find-me"}
                 )

@@ -120,7 +120,7 @@ def test_offsets_do_not_count_what_the_text_does_not_have(text, offsets):
     """The tokens that the model wants around every text are scored, and are no part of the echo."""
     tokenizer = make_tokenizer(has_ends=True)
     token_ids = tokenizer.encode(text, add_special_tokens=True)
-    writer = CompletionLogprobs(tokenizer, skips_special_tokens=True)
+    writer = CompletionLogprobs(tokenizer, tokenizer.bytes_without_special)
     told = writer.write_prompt(token_ids, scores(token_ids, 0), 0, text)
     assert (told["tokens"][0], told["tokens"][-1]) == ("<|begin|>", "<|end|>")
     assert told["text_offset"] == offsets

@@ -1,10 +1,13 @@
 """Tools and reasoning in `/v1/chat/completions`: what is asked, what the prompt says, and how answers are taken apart."""
 
 import json
+from functools import partial
 
 import openai
 import pytest
 
+from penstock.engine.bridge import merge_chunks
+from penstock.serve.openai.write import ChatWriter
 from penstock.testing import HashExecutor, HashModel
 from penstock.text.dialects import Dialect, ReasoningFormat
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammars
@@ -20,7 +23,7 @@ from support.server.harness import (
     make_runtime,
     make_tokenizer,
 )
-from support.server.tools import CALL, CALL_NOW, NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, says
+from support.server.tools import CALL, CALL_NOW, NOW, THINKING_TEMPLATE, TOOLS_TEMPLATE, WEATHER, Scripted, says
 
 ASK = {"messages": [{"role": "user", "content": "What is the weather?"}], "temperature": 0, "max_tokens": 400}
 
@@ -677,6 +680,27 @@ async def test_special_tokens_are_hidden_where_the_prompt_has_ended_the_reasonin
     message = response.json()["choices"][0]["message"]
     assert message["content"] == ("Done." if skips else "<|begin|>Done.<|turn|>")
     assert "reasoning_content" not in message
+
+
+@pytest.mark.parametrize("ignores_end", [True, False])
+async def test_text_that_spells_a_hidden_token_stays_in_a_chunk_with_that_token(ignores_end, monkeypatch):
+    """A chunk has several tokens after guesses, or if its reader was busy, or while a route held the answer back."""
+    before, after = "<|begin|>Hm.<|turn|>By <|e", "nd|>."  # tokens of a text that is cut there
+    encode, whole = partial(make_tokenizer().encode, add_special_tokens=False), ChatWriter.whole
+    ids = (*encode(before + after, cuts=(len(before),)), END_ID, *encode(" More."))
+
+    def merged(self, records):
+        records[0].chunks = merge_chunks(records[0].chunks)
+        return whole(self, records)
+
+    monkeypatch.setattr(ChatWriter, "whole", merged)
+    runtime = make_runtime(HashExecutor(CAPACITY, model=Scripted(ids=ids)))
+    runtime.dialect = SPECIAL_MARKS
+    async with make_client(runtime) as client:
+        response = await client.post(CHAT, json=ASK | {"max_tokens": len(ids), "ignore_eos": ignores_end})
+    runtime.close()
+    message = response.json()["choices"][0]["message"]
+    assert (message["reasoning_content"], message["content"]) == ("Hm.", "By <|end|>." + " More." * ignores_end)
 
 
 async def test_log_probabilities_are_of_all_tokens():

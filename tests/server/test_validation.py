@@ -243,14 +243,14 @@ def entries(text):
 
 
 def test_tokens_that_share_a_character_have_its_offset():
-    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=True)
+    writer = CompletionLogprobs(TOKENIZER, TOKENIZER.bytes_without_special)
     written = writer.write(entries("aé<|end|>b"))
     assert written["text_offset"] == [0, 1, 1, 2, 2]
     assert written["tokens"] == ["a", "bytes:\\xc3", "bytes:\\xa9", "<|end|>", "b"]
 
 
 def test_offsets_go_on_over_steps():
-    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=False)
+    writer = CompletionLogprobs(TOKENIZER, TOKENIZER.bytes_with_special)
     parts = [writer.write([entry])["text_offset"] for entry in entries("<|end|>é!")]
     assert parts == [[0], [7], [7], [8]]
 
@@ -319,5 +319,5 @@ def test_a_token_that_is_shown_in_part_has_the_bytes_of_that_part(tokens, text, 
 def test_offsets_follow_the_text_where_it_is_no_utf8(data, offsets):
     ids_by_byte = {TOKENIZER.token_bytes(token_id): token_id for token_id in range(3, VOCAB_SIZE)}
     entries = [TokenLogprobs(ids_by_byte[bytes([byte])], 0.0, 0, ()) for byte in data]
-    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=True)
+    writer = CompletionLogprobs(TOKENIZER, TOKENIZER.bytes_without_special)
     assert [offset for entry in entries for offset in writer.write([entry])["text_offset"]] == offsets

@@ -11,7 +11,6 @@ from penstock.text.answers import (
     CallBegin,
     CallEnd,
     Content,
-    HiddenTokens,
     ToolCall,
     gather,
 )
@@ -299,19 +298,6 @@ def test_channels_without_tools_call_none():
     answer = at_every_split(form, HARMONY)
     assert (answer.calls, answer.reasoning) == ([], "Think <hard>.")
     assert at_every_split(form, "not a header").content == "not a header"
-
-
-def test_special_tokens_that_are_no_marks_are_hidden_and_what_spells_them_is_not():
-    class Tokens:
-        def is_special(self, token_id):
-            return token_id < 2
-
-        def token_text(self, token_id):
-            return ["<|x|>", "<mark>"][token_id]
-
-    hidden = HiddenTokens(Tokens(), frozenset(["<mark>"]))
-    assert hidden.show("a<|x|>b", [5, 0, 6]) == "ab"
-    assert hidden.show("c<|x|><mark>", [7, 8, 1]) == "c<|x|><mark>"
 
 
 @pytest.mark.parametrize(

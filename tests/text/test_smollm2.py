@@ -47,7 +47,7 @@ def test_every_decoding_is_the_golden_one_at_once_and_by_token(tokenizer):
     make = detokenizer_factory(tokenizer)
     for case in GOLDEN["encodings"]:
         assert tokenizer.decode(case["ids"]) == case["decoded"]
-        detokenizer = make(True)
+        detokenizer = make(())
         pieces = [detokenizer.push((token_id,)) for token_id in case["ids"]]
         assert "".join(pieces) + detokenizer.flush() == case["decoded"]
 

@@ -43,7 +43,7 @@ def test_a_whole_vocabulary_that_was_shown_once_takes_little_memory(byte_level_v
     tokens = [*vocab.tokens, *words]
     tokenizer = load_tokenizer(byte_level_vocab(tokens=tokens, token_types=[*vocab.token_types, *[1] * NUM_TOKENS]))
     first = len(vocab.tokens)
-    detokenizer = detokenizer_factory(tokenizer)(True)
+    detokenizer = detokenizer_factory(tokenizer)(())
     tracemalloc.start()
     try:
         for token_id, word in enumerate(words, first):

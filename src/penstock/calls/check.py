@@ -79,8 +79,6 @@ def make_call(
             _check_combinations(request, names(limit), may_be_endless=True)
         variables = {**_reasoning_variables(request, dialect), **conversation.variables}
         prompts = replace(conversation, variables=variables, tools=described if tools is not None else ())
-        if (tools is not None or dialect.reasoning is not None) and running.has_special_marks:
-            sampling = replace(sampling, skip_special_tokens=False)  # the writer removes all but marks
     else:
         _check_prompts(request, running)
         prompts = request.prompts
@@ -129,7 +127,7 @@ def check_sampling(request: GenerationRequest, running: RunningModel) -> Samplin
         prompt_logprobs=request.prompt_logprobs,
         stop_token_ids=tuple(sorted(stop_token_ids)),
         include_stop_str_in_output=request.include_stop_str_in_output,
-        skip_special_tokens=request.skip_special_tokens,
+        shown_special_ids=() if request.skip_special_tokens else None,
         lines=request.lines,
     )
     if request.beams is not None:

@@ -298,9 +298,8 @@ class RunningCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the client gets the engine's text unchanged: no reasoning, tool calls or special tokens are taken out."""
-        shows_marks = self.requests[0].sampling.skip_special_tokens != self.answer.skip_special_tokens
-        return self.form is None and not shows_marks
+        """Whether the client gets the engine's text unchanged: no reasoning or tool calls are taken out."""
+        return self.form is None
 
     def first_of(self, index: int) -> Request:
         """Return the first choice of the prompt of choice `index`, which `keep` may have dropped."""

@@ -87,7 +87,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
             salt = call.terms.owner.tenant.encode() + b"\0" + salt  # no tenant's name contains a zero byte
         engine_id = in_flight.new_engine_id(call.terms.request_id)
         waits = call.terms.waits._replace(grammar=grammar_wait_ns)
-        requests = make_requests(call, tokenised, engine_id, seed, matchers, salt=salt, waits=waits)
+        requests = make_requests(call, tokenised, engine_id, seed, matchers, form, salt=salt, waits=waits)
         return in_flight.open(call, requests, tokenised.echoes, form, entering)
 
 
@@ -299,6 +299,7 @@ def make_requests(
     engine_id: str,
     seed: int,
     matchers: Sequence[Matcher] | None,
+    form: AnswerForm | None = None,
     *,
     salt: bytes = b"",
     waits: WaitTimes,
@@ -307,6 +308,9 @@ def make_requests(
     terms, running, is_seeded = call.terms, call.running, "seed" in call.request.sampling
     slo_ttft_ns = terms.slo_ttft_ns or running.admission.limits.slo_ttft_ns
     slo_itl_ns = terms.slo_itl_ns or running.slo_itl_ns
+    shown_ids = call.sampling.shown_special_ids
+    if form is not None and shown_ids is not None:  # the answer's reader looks for marks in the text
+        shown_ids = tuple(sorted({*shown_ids, *running.tokenizer.special_ids(form.marks)}))
     requests: list[Request] = []
     for prompt_index, token_ids in enumerate(tokenised.prompts):
         # Equal prompts in one call get equal answers only if a seed was given.
@@ -318,6 +322,7 @@ def make_requests(
                 seed=(prompt_seed + nth) % 2**64,  # choices differ, but repeat with the same seed
                 banned_token_sequences=tokenised.banned,
                 stop_token_ids=tuple(sorted({*call.sampling.stop_token_ids, *tokenised.end_token_ids})),
+                shown_special_ids=shown_ids,
                 prompt_logprobs=call.sampling.prompt_logprobs if nth == 0 or each_scores(call) else None,
             )
             requests.append(

@@ -21,7 +21,7 @@ from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import SamplingParams
 from penstock.types.stats import EngineLoad, RequestStats, StepStats
 
-FORMAT = 5
+FORMAT = 6
 """Version of these messages."""
 NONCE_BYTES = 32
 FRONT, REPLICA = b"front", b"replica"

@@ -133,21 +133,12 @@ class RunningModel:
         self.uses.used_ns = self.clock.now_ns()
 
     @cached_property
-    def has_special_marks(self) -> bool:
-        """Whether marks around tool calls or reasoning are special tokens. Then detokenizing keeps these, for the parser."""
-        return any(self._is_special(mark) for mark in self.dialect.marks)
-
-    @cached_property
     def control_tokens(self) -> ControlTokens:
         """The control tokens that clients' texts in a chat must not become."""
         from penstock.text.control_tokens import ControlTokens
 
         source = "" if self.chat_template is None else self.chat_template.source
         return ControlTokens(self.tokenizer, source, self.dialect)
-
-    def _is_special(self, mark: str) -> bool:
-        token_ids = self.tokenizer.encode(mark, add_special_tokens=False)
-        return len(token_ids) == 1 and self.tokenizer.is_special(token_ids[0])
 
     @property
     def name(self) -> str:

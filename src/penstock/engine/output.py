@@ -221,7 +221,7 @@ class _Stream:
     def _begin(self) -> None:
         # Not in __init__: a failure here must end this request only.
         sampling = self._request.sampling
-        self._detokenizer = self._make_detokenizer(sampling.skip_special_tokens)
+        self._detokenizer = self._make_detokenizer(sampling.shown_special_ids)
         if sampling.stop:
             tree = self._trees.get(sampling.stop)
             if tree is None:

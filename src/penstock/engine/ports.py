@@ -172,7 +172,8 @@ class Detokenizer(Protocol):
         ...
 
 
-DetokenizerFactory = Callable[[bool], Detokenizer]
+DetokenizerFactory = Callable[[tuple[int, ...] | None], Detokenizer]
+"""Makes a detokenizer for `SamplingParams.shown_special_ids`."""
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from typing_extensions import TypedDict
 from penstock.calls.in_flight import RunningCall
 from penstock.serve.shapes import Count
 from penstock.text.tokenizer import Tokenizer
+from penstock.text.vocabulary import ByteTable
 from penstock.types.result import TokenLogprobs
 from penstock.types.sampling import MAX_LOGPROBS
 
@@ -62,9 +63,9 @@ class CompletionLogprobs:
     position of that character.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, bytes_in_text: ByteTable) -> None:
         self._tokenizer = tokenizer
-        self._skips_special_tokens = skips_special_tokens
+        self._bytes_in_text = bytes_in_text
         self._offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -93,9 +94,7 @@ class CompletionLogprobs:
     def _advance(self, token_id: int, *, is_shown: bool = False) -> int:
         """Move past this token, and return its position in the text. `is_shown`: count the token even if it is special."""
         begin = self._offset
-        if self._skips_special_tokens and not is_shown and self._tokenizer.is_special(token_id):
-            return begin
-        data = self._tokenizer.token_bytes(token_id)
+        data = self._tokenizer.token_bytes(token_id) if is_shown else self._bytes_in_text[token_id]
         was_within = self._is_within_character()
         first = self._decoder.decode(data[:1])
         if was_within and first[:1] == "\ufffd" and (len(first) > 1 or self._is_within_character()):
@@ -152,11 +151,11 @@ class ChatLogprobs:
     partly shown has only the bytes of that part.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool, is_in_text: bool = False) -> None:
-        """`is_in_text`: the text has the names of special tokens, even if these have no entry."""
+    def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool, bytes_in_text: ByteTable | None = None) -> None:
+        """`bytes_in_text`: the bytes of each token in the text, if special tokens without an entry have some, too."""
         self._tokenizer = tokenizer
         self._bytes = tokenizer.bytes_without_special if skips_special_tokens else tokenizer.bytes_with_special
-        self._bytes_in_text = tokenizer.bytes_with_special if is_in_text else self._bytes
+        self._bytes_in_text = self._bytes if bytes_in_text is None else bytes_in_text
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_decoded = 0
         """Number of complete characters in all tokens so far."""
@@ -167,8 +166,8 @@ class ChatLogprobs:
 
     @classmethod
     def of(cls, call: RunningCall) -> ChatLogprobs:
-        is_in_text = not call.requests[0].sampling.skip_special_tokens
-        return cls(call.running.tokenizer, skips_special_tokens=call.answer.skip_special_tokens, is_in_text=is_in_text)
+        bytes_in_text = call.running.tokenizer.bytes_showing(call.requests[0].sampling.shown_special_ids)
+        return cls(call.running.tokenizer, skips_special_tokens=call.answer.skip_special_tokens, bytes_in_text=bytes_in_text)
 
     def write(self, entries: Sequence[TokenLogprobs], text: str, *, is_last: bool) -> ChatTokens:
         """Return the entries of tokens that are now shown. `text`: the answer's next piece; `entries`: its tokens."""

@@ -26,7 +26,7 @@ from penstock.serve.http.checks import CLIENT_LEFT, client_watch
 from penstock.serve.http.entries import entry_of
 from penstock.serve.shapes import ChatFinishWord, FinishWord
 from penstock.serve.shapes import Usage as UsageBody
-from penstock.text.answers import Answer, AnswerForm, CallEnd, Content, HiddenTokens, Part, Reasoning, gather
+from penstock.text.answers import Answer, AnswerForm, CallEnd, Content, Part, Reasoning, gather
 from penstock.text.dialects import short_id
 from penstock.text.tokenizer import Tokenizer
 from penstock.types.errors import Rejected, RejectReason
@@ -178,8 +178,6 @@ class ChoiceReader:
         self._is_plain = call.is_plain
         self._has_reasoning = call.answer.has_reasoning
         self._reader = form.reader(partial(_call_id, call.engine_ids[index], call.running.dialect.tools.id_chars, id_prefix))
-        skips = call.answer.skip_special_tokens and not call.requests[index].sampling.skip_special_tokens
-        self._hidden = HiddenTokens(call.running.tokenizer, form.marks) if skips else None
         self._reasoning = None if form.reasoning is None else _ReasoningTokens(form, call.running.tokenizer)
         self.num_calls = 0
         self.is_cut = False
@@ -189,8 +187,7 @@ class ChoiceReader:
         """Return the parts that are certain after this chunk. The last chunk returns everything left."""
         if self._is_plain:
             return [Content(chunk.text)] if chunk.text else []
-        text = chunk.text if self._hidden is None else self._hidden.show(chunk.text, chunk.token_ids)
-        parts = self._reader.push(text)
+        parts = self._reader.push(chunk.text)
         if chunk.finish_reason is not None:
             parts += self._reader.finish()
         if self._reasoning is not None:

@@ -9,13 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from penstock.text.dialects import NAME_CHARS, ReasoningFormat, ToolFormat, Way, marks_of
 from penstock.text.parameters import ParameterReader, Types, held_back, match_literal
-
-if TYPE_CHECKING:
-    from penstock.text.tokenizer import Tokenizer
 
 MAX_UNMARKED_CHARS = 256
 """A call without a mark such as `<tool_call>` must name its tool within this many characters."""
@@ -290,30 +286,6 @@ class MarkReader:
 def _trimmed(text: str) -> str:
     """Return the text without the white space at its end, up to `MAX_BLANK_CHARS`."""
     return text[: max(len(text.rstrip()), len(text) - MAX_BLANK_CHARS)]
-
-
-class HiddenTokens:
-    """Removes the names of sampled special tokens from a text, except marks. Ordinary tokens that spell such a name stay."""
-
-    def __init__(self, tokenizer: Tokenizer, marks: frozenset[str]) -> None:
-        self._tokenizer = tokenizer
-        self._marks = marks
-        self._names: list[str] = []
-        """Names of sampled tokens that have not appeared in the text yet."""
-
-    def show(self, text: str, token_ids: Sequence[int]) -> str:
-        for token_id in token_ids:
-            if self._tokenizer.is_special(token_id) and (name := self._tokenizer.token_text(token_id)) not in self._marks:
-                self._names.append(name)
-        if self._names:
-            kept = []
-            for name in self._names:
-                if name in text:
-                    text = text.replace(name, "", 1)
-                else:
-                    kept.append(name)
-            self._names = kept
-        return text
 
 
 class _CallReader:

@@ -10,8 +10,8 @@ is" + " Paris".
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, lru_cache, partial
 from itertools import chain, pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -25,6 +25,8 @@ from penstock.types.vocab import MARKERS, GgufVocab, SpecialTokens
 _Encoded = TypeVar("_Encoded")
 _PARTS_AT_ONCE = 4096
 """Parts of a cut text that are encoded together. The library takes about 1 KB for each of them."""
+_MAX_TEXT_TABLES = 8
+"""Sets of shown special tokens whose decoded texts are cached: each takes up to half a megabyte."""
 
 
 def load_tokenizer(
@@ -81,8 +83,6 @@ class Tokenizer:
         """Token id -> its bytes; special tokens spell their name."""
         self.bytes_without_special = self.bytes_with_special.hiding(self._special_ids)
         """Token id -> its bytes; special tokens are empty."""
-        self.text_with_special = TextTable(self.bytes_with_special)
-        self.text_without_special = TextTable(self.bytes_without_special)
 
     @property
     def vocab_size(self) -> int:
@@ -110,10 +110,14 @@ class Tokenizer:
         return {name: text for name, text in (texts | dict(self._named_tokens)).items() if text is not None}
 
     @cached_property
+    def _special_by_name(self) -> dict[str, int]:
+        return {self.token_text(token_id): token_id for token_id in sorted(self._special_ids)}
+
+    @cached_property
     def added_names(self) -> dict[str, bool]:
         """Name of each added or special token -> whether it is special."""
         names = {token.content: token.special for token in self._backend.encoder.get_added_tokens_decoder().values()}
-        return names | {self.token_text(token_id): True for token_id in self._special_ids}
+        return names | dict.fromkeys(self._special_by_name, True)
 
     @cached_property
     def normalized(self) -> dict[int, str]:
@@ -240,6 +244,12 @@ class Tokenizer:
             return text.removeprefix(" ")
         return text
 
+    def bytes_showing(self, special_ids: Sequence[int] | None) -> ByteTable:
+        """Return a table in which only these special tokens spell their name, or all of them for None."""
+        if special_ids is None:
+            return self.bytes_with_special
+        return self.bytes_with_special.hiding(self._special_ids.difference(special_ids))
+
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token, perhaps part of a character. Empty for an unknown id."""
         return self.bytes_with_special[token_id]
@@ -251,6 +261,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         """Return whether the token is a control token, such as the end of a turn."""
         return token_id in self._special_ids
+
+    def special_ids(self, names: Iterable[str]) -> list[int]:
+        """Return the ids of the special tokens with these names. Other names are left out."""
+        return [self._special_by_name[name] for name in names if name in self._special_by_name]
 
     def _check_size(self, num_bytes: int) -> None:
         expansion = self._backend.expansion
@@ -340,12 +354,12 @@ class IncrementalDetokenizer:
         return self._decoder.decode(b"", True)
 
 
-def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[bool], IncrementalDetokenizer]:
-    """Return a function `skip_special_tokens -> IncrementalDetokenizer`, called for each request."""
+def detokenizer_factory(tokenizer: Tokenizer) -> Callable[[tuple[int, ...] | None], IncrementalDetokenizer]:
+    """Return a function `shown_special_ids -> IncrementalDetokenizer`, called for each request."""
 
-    def make(skip_special_tokens: bool, /) -> IncrementalDetokenizer:
-        if skip_special_tokens:
-            return IncrementalDetokenizer(tokenizer.bytes_without_special, tokenizer.text_without_special)
-        return IncrementalDetokenizer(tokenizer.bytes_with_special, tokenizer.text_with_special)
+    @lru_cache(_MAX_TEXT_TABLES)
+    def tables(shown_special_ids: tuple[int, ...] | None) -> tuple[ByteTable, TextTable]:
+        table = tokenizer.bytes_showing(shown_special_ids)
+        return table, TextTable(table)
 
-    return make
+    return lambda shown_special_ids: IncrementalDetokenizer(*tables(shown_special_ids))

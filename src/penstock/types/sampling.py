@@ -332,4 +332,5 @@ class SamplingParams:
     lines: LineLimits | None = None
     """Also checked by the output stage."""
     include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    shown_special_ids: tuple[int, ...] | None = ()
+    """Special tokens that write their name into the text. None: all."""

@@ -109,7 +109,7 @@ class Rig:
         self.engine = Engine(
             self.core,
             self.executor,
-            OutputStage(lambda skip_special_tokens: Numbers()),
+            OutputStage(lambda _shown: Numbers()),
             clock=self.clock,
             sink=self.sink,
             **engine_fields,

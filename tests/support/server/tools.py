@@ -53,9 +53,11 @@ class Scripted(HashModel):
 
     vocab_size: int = VOCAB_SIZE
     text: str = ""
+    ids: tuple[int, ...] = ()
+    """Tokens to say instead of the text's own, such as ordinary ones that spell a special token."""
 
     def sample(self, value, sampling, num_generated, mask=None):
-        ids = ids_of(self.text)
+        ids = self.ids or ids_of(self.text)
         token_id = ids[min(num_generated, len(ids) - 1)]
         if mask is None or mask[token_id // 8] >> token_id % 8 & 1:
             return token_id

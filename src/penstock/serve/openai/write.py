@@ -430,4 +430,5 @@ class CompletionWriter(AnswerWriter):
         return self._call.echoes[index // self._call.num_choices]
 
     def _logprob_writer(self) -> CompletionLogprobs:
-        return CompletionLogprobs(self._tokenizer, skips_special_tokens=self._options.skip_special_tokens)
+        shown_ids = self._call.requests[0].sampling.shown_special_ids
+        return CompletionLogprobs(self._tokenizer, self._tokenizer.bytes_showing(shown_ids))
