@@ -151,6 +151,9 @@ async def test_the_ends_of_an_answer():
     answer = await ask("Yes, and no.", stop_sequences=["maybe", " and"])
     assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", " and")
     assert answer["content"] == [{"type": "text", "text": "Yes,"}]
+    answer = await ask("Yes,<|turn|> and no.", stop_sequences=["<|turn|>"])
+    assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", "<|turn|>")
+    assert answer["content"] == [{"type": "text", "text": "Yes,"}]
     answer = await ask("")
     assert (answer["stop_reason"], answer["content"]) == ("end_turn", [])
 

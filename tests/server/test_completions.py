@@ -8,6 +8,7 @@ import pytest
 from penstock.testing import HashExecutor
 from support.server.completions import TOKENIZER, URL, ask, ask_streaming, events, oracle
 from support.server.harness import CAPACITY, END_ID, PRINTABLE_MODEL, make_client, make_runtime
+from support.server.tools import says
 
 
 async def test_text_is_what_the_model_generates(client):
@@ -121,6 +122,25 @@ async def test_stop_token_ends_the_text_and_is_not_shown(client):
     [choice] = answer["choices"]
     assert choice["text"] == whole[: whole.index(whole[10])]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", token_id)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text", "offsets"),
+    [
+        ({}, "ab", [0, 1, 1, 2]),
+        ({"include_stop_str_in_output": True}, "ab<|turn|>", [0, 1, 1, 2]),
+        ({"min_tokens": 4}, "ab<|turn|>c", [0, 1, 1, 2, 10, 11]),
+        ({"skip_special_tokens": False}, "a<|begin|>b", [0, 1, 10, 11]),
+    ],
+)
+async def test_a_stop_string_may_name_a_special_token(fields, text, offsets):
+    runtime = says("a<|begin|>b<|turn|>c<|turn|>d")
+    async with make_client(runtime) as client:
+        answer = await ask(client, prompt="Hello", stop=["<|turn|>"], logprobs=0, **fields)
+    runtime.close()
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (text, "stop", "<|turn|>")
+    assert choice["logprobs"]["text_offset"] == offsets
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -127,7 +127,8 @@ def check_sampling(request: GenerationRequest, running: RunningModel) -> Samplin
         prompt_logprobs=request.prompt_logprobs,
         stop_token_ids=tuple(sorted(stop_token_ids)),
         include_stop_str_in_output=request.include_stop_str_in_output,
-        shown_special_ids=() if request.skip_special_tokens else None,
+        # A stop string that names a special token is found in the text, so the token writes its name there.
+        shown_special_ids=tuple(running.tokenizer.special_ids(request.stop)) if request.skip_special_tokens else None,
         lines=request.lines,
     )
     if request.beams is not None:
