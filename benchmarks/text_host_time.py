@@ -189,7 +189,7 @@ async def _read_all(bridge: Bridge, arguments: argparse.Namespace) -> int:
     return num_ended
 
 
-def _no_text(_skip_special_tokens: bool) -> Detokenizer:
+def _no_text(_shown: tuple[int, ...] | None) -> Detokenizer:
     raise AssertionError("a text that is read has no text of its own")
 
 
