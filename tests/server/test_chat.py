@@ -139,6 +139,7 @@ ANY_BYTES = HashModel(vocab_size=VOCAB_SIZE, eos_token_id=END_ID, eos_period=12)
         {"skip_special_tokens": False},
         {"stop": ["a", "0", "\ufffd\ufffd\ufffd"]},
         {"stop": ["\ufffd\ufffd\ufffd"], "include_stop_str_in_output": True},
+        {"stop": ["<|turn|>"], "include_stop_str_in_output": True, "min_tokens": 10},
         {"stop_token_ids": CONTINUATION_BYTES},
         {"stop_token_ids": CONTINUATION_BYTES, "include_stop_str_in_output": True, "skip_special_tokens": False},
         {"use_beam_search": True, "temperature": None, "seed": None},

@@ -257,7 +257,7 @@ def test_offsets_go_on_over_steps():
 
 def chat_content(entries, text):
     """The entries of tokens whose text is shown as far as `text` goes."""
-    return ChatLogprobs(TOKENIZER, skips_special_tokens=True).write(entries, text, is_last=True)["content"]
+    return ChatLogprobs(TOKENIZER, *[TOKENIZER.bytes_without_special] * 2).write(entries, text, is_last=True)["content"]
 
 
 def test_chat_tokens_have_their_bytes():
@@ -291,13 +291,13 @@ def test_tokens_that_are_not_in_the_content_have_no_entry():
     ids=str,
 )
 def test_a_token_that_is_shown_in_part_has_the_bytes_of_that_part(tokens, text, pieces):
-    tokenizer = SimpleNamespace(bytes_without_special=tokens, token_bytes=tokens.__getitem__)
+    tokenizer = SimpleNamespace(token_bytes=tokens.__getitem__)
     given = [TokenLogprobs(index, -1.0, 1, ()) for index in range(len(tokens))]
-    whole = ChatLogprobs(tokenizer, skips_special_tokens=True).write(given, text, is_last=True)["content"]
+    whole = ChatLogprobs(tokenizer, tokens, tokens).write(given, text, is_last=True)["content"]
     assert [bytes(entry["bytes"]) for entry in whole] == pieces
     # The same, however the tokens and the text come in steps.
     for num_ahead in range(len(text) + 1):
-        writer = ChatLogprobs(tokenizer, skips_special_tokens=True)
+        writer = ChatLogprobs(tokenizer, tokens, tokens)
         steps = [writer.write(given[:1], "", is_last=False), writer.write(given[1:], text[:num_ahead], is_last=False)]
         steps.append(writer.write([], text[num_ahead:], is_last=True))
         assert [entry for step in steps for entry in step["content"]] == whole

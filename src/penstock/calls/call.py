@@ -163,7 +163,6 @@ class Shown:
     has_reasoning: bool = True
     include_stop_str_in_output: bool = False
     """The text of a choice includes the stop string or token that ended it."""
-    skip_special_tokens: bool = True
     logprobs: int | None = None
     """Number of alternatives shown for each sampled token. None means no log-probabilities."""
     prompt_logprobs: int | None = None
@@ -200,6 +199,7 @@ class GenerationRequest(Shown):
     adds_special_tokens: bool = True
     suffix: str = ""
     """The text after the completion, for a model that fills in the middle."""
+    skip_special_tokens: bool = True
 
     # Which tokens can come
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -301,6 +301,8 @@ class AnswerOptions(Shown):
     """Part of the answer's fingerprint. Its content may be unknown until it is loaded."""
     is_empty: bool = False
     """`max_tokens` is 0. The engine still generates one token, which is not shown."""
+    shown_special_ids: tuple[int, ...] | None
+    """Special tokens that the client sees, or None for all. The engine's text also has those that mark its parts."""
     end_token_ids: frozenset[int]
     """The model's own end tokens. As in vLLM, `stop_reason` never names these."""
 

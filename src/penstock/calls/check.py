@@ -106,6 +106,7 @@ def make_call(
             system_fingerprint=running.model.fingerprint,
             adapter=adapter,
             is_empty=request.max_tokens == 0,
+            shown_special_ids=sampling.shown_special_ids,
             end_token_ids=frozenset(running.tokenizer.eos_token_ids).difference(request.stop_token_ids),
         ),
     )
@@ -128,7 +129,7 @@ def check_sampling(request: GenerationRequest, running: RunningModel) -> Samplin
         stop_token_ids=tuple(sorted(stop_token_ids)),
         include_stop_str_in_output=request.include_stop_str_in_output,
         # A stop string that names a special token is found in the text, so the token writes its name there.
-        shown_special_ids=tuple(running.tokenizer.special_ids(request.stop)) if request.skip_special_tokens else None,
+        shown_special_ids=running.tokenizer.special_ids(request.stop) if request.skip_special_tokens else None,
         lines=request.lines,
     )
     if request.beams is not None:

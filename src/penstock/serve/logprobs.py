@@ -151,11 +151,11 @@ class ChatLogprobs:
     partly shown has only the bytes of that part.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skips_special_tokens: bool, bytes_in_text: ByteTable | None = None) -> None:
-        """`bytes_in_text`: the bytes of each token in the text, if special tokens without an entry have some, too."""
+    def __init__(self, tokenizer: Tokenizer, shown_bytes: ByteTable, bytes_in_text: ByteTable) -> None:
+        """`shown_bytes`: the bytes that the client sees of each token. `bytes_in_text`: also those of marks in the text."""
         self._tokenizer = tokenizer
-        self._bytes = tokenizer.bytes_without_special if skips_special_tokens else tokenizer.bytes_with_special
-        self._bytes_in_text = self._bytes if bytes_in_text is None else bytes_in_text
+        self._shown_bytes = shown_bytes
+        self._bytes_in_text = bytes_in_text
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_decoded = 0
         """Number of complete characters in all tokens so far."""
@@ -166,8 +166,8 @@ class ChatLogprobs:
 
     @classmethod
     def of(cls, call: RunningCall) -> ChatLogprobs:
-        bytes_in_text = call.running.tokenizer.bytes_showing(call.requests[0].sampling.shown_special_ids)
-        return cls(call.running.tokenizer, skips_special_tokens=call.answer.skip_special_tokens, bytes_in_text=bytes_in_text)
+        tokenizer, in_text = call.running.tokenizer, call.requests[0].sampling.shown_special_ids
+        return cls(tokenizer, tokenizer.bytes_showing(call.answer.shown_special_ids), tokenizer.bytes_showing(in_text))
 
     def write(self, entries: Sequence[TokenLogprobs], text: str, *, is_last: bool) -> ChatTokens:
         """Return the entries of tokens that are now shown. `text`: the answer's next piece; `entries`: its tokens."""
@@ -175,7 +175,7 @@ class ChatLogprobs:
         waiting = self._waiting
         for entry in entries:
             ends = self._advance(self._bytes_in_text[entry.token_id])
-            if data := self._bytes[entry.token_id]:
+            if data := self._shown_bytes[entry.token_id]:
                 waiting.append((entry, data, ends))
         content: list[ChatToken] = []
         while waiting and waiting[0][2][-1] <= self._num_shown:

@@ -26,7 +26,7 @@ _Encoded = TypeVar("_Encoded")
 _PARTS_AT_ONCE = 4096
 """Parts of a cut text that are encoded together. The library takes about 1 KB for each of them."""
 _MAX_TEXT_TABLES = 8
-"""Sets of shown special tokens whose decoded texts are cached: each takes up to half a megabyte."""
+"""Most sets of shown special tokens with a cached `TextTable`, each of up to half a megabyte."""
 
 
 def load_tokenizer(
@@ -248,6 +248,8 @@ class Tokenizer:
         """Return a table in which only these special tokens spell their name, or all of them for None."""
         if special_ids is None:
             return self.bytes_with_special
+        if not special_ids:
+            return self.bytes_without_special
         return self.bytes_with_special.hiding(self._special_ids.difference(special_ids))
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -262,9 +264,9 @@ class Tokenizer:
         """Return whether the token is a control token, such as the end of a turn."""
         return token_id in self._special_ids
 
-    def special_ids(self, names: Iterable[str]) -> list[int]:
-        """Return the ids of the special tokens with these names. Other names are left out."""
-        return [self._special_by_name[name] for name in names if name in self._special_by_name]
+    def special_ids(self, names: Iterable[str]) -> tuple[int, ...]:
+        """Return the ids of the special tokens with these names, in ascending order. Other names are left out."""
+        return tuple(sorted({self._special_by_name[name] for name in names if name in self._special_by_name}))
 
     def _check_size(self, num_bytes: int) -> None:
         expansion = self._backend.expansion

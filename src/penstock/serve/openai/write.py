@@ -430,5 +430,4 @@ class CompletionWriter(AnswerWriter):
         return self._call.echoes[index // self._call.num_choices]
 
     def _logprob_writer(self) -> CompletionLogprobs:
-        shown_ids = self._call.requests[0].sampling.shown_special_ids
-        return CompletionLogprobs(self._tokenizer, self._tokenizer.bytes_showing(shown_ids))
+        return CompletionLogprobs(self._tokenizer, self._tokenizer.bytes_showing(self._options.shown_special_ids))
