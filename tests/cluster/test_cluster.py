@@ -465,6 +465,15 @@ def test_choices_beams_and_scores() -> None:
             assert found["usage"]["completion_tokens"] == expected["usage"]["completion_tokens"]
 
 
+def test_choices_share_their_limits_of_waiting_at_a_replica() -> None:
+    with cluster(num_replicas=1) as made:
+        replica, shared = made.replicas["r0"].replica, []
+        begin = replica._begin
+        replica._begin = lambda requests: (shared.extend(one.call == requests for one in requests), begin(requests))
+        assert len(ask(made, "abc", n=2, max_tokens=4)["choices"]) == 2
+        assert shared == [True, True]
+
+
 def test_the_scores_of_a_prompt_are_sent_once() -> None:
     with cluster(num_replicas=1) as made:
         take, sent = made.fleet._take_report, []

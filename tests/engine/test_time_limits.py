@@ -62,6 +62,23 @@ def test_of_several_limits_the_one_that_is_due_counts():
     assert driver.outcomes["b"].last.at_ns == 6 * MS
 
 
+def test_the_wait_of_a_call_is_over_when_its_first_request_has_begun():
+    first, second = [limited(name, queue=5, first_token=5) for name in ("first", "second")]
+    first.call = second.call = (first, second)
+    driver = make_driver(second, first)
+    run(driver)
+    assert driver.outcomes["first"].finish_reason is driver.outcomes["second"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("limit", ["queue", "first_token"])
+def test_all_requests_of_a_call_end_that_has_waited_too_long(limit):
+    first, second = [limited(name, **{limit: 5}) for name in ("first", "second")]
+    first.call = second.call = (first, second)
+    driver = make_driver(make_request("other", 4, max_tokens=30), first, second)
+    run(driver)
+    assert driver.outcomes["first"].last.at_ns == driver.outcomes["second"].last.at_ns == 5 * MS
+
+
 def test_the_core_asks_to_be_woken_for_a_limit():
     driver = make_driver(limited("a", queue=7))
     assert driver.core.next_wakeup_ns(0) == 7 * MS

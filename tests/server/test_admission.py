@@ -179,6 +179,23 @@ async def test_who_waits_too_long_is_told_which_limit_that_was(source, header, s
             executor.open()
 
 
+@pytest.mark.parametrize("header", ["X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms"])
+@pytest.mark.parametrize("body", [{"n": 2}, {"prompt": ["abc", "def"]}, {"n": 2, "stream": True}])
+async def test_limits_of_a_wait_are_those_of_a_calls_first_choice(body, header):
+    executor, clock = GatedExecutor(ONE_ROW), JumpingClock()
+    with running(executor, config=ServerConfig(port=0, shutdown_timeout_s=0.0), clock=clock) as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            ask = asyncio.create_task(client.post("/v1/completions", json=BODY | body, headers={header: "20000"}))
+            began_ns = clock.now_ns()
+            executor.allow()
+            await until(lambda: server.runtime.engine.load().served_ns > began_ns)
+            clock.offset_ns = 30_000_000_000
+            executor.open()
+            answer = await ask
+            assert answer.status_code == 200
+            assert "deadline_exceeded" not in answer.text
+
+
 async def test_targets_are_counted_by_whether_they_were_met():
     runtime = make_runtime(limits=AdmissionLimits(slo_ttft_ns=60_000_000_000))
     runtime.metrics.slo_ttft_ns = 60_000_000_000

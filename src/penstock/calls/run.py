@@ -339,6 +339,7 @@ def make_requests(
                     deadline_ns=terms.deadline_ns,
                     queue_deadline_ns=terms.queue_deadline_ns,
                     first_token_deadline_ns=terms.first_token_deadline_ns,
+                    call=requests,
                     slo_ttft_ns=slo_ttft_ns,
                     slo_itl_ns=slo_itl_ns,
                     tenant=terms.owner.tenant,

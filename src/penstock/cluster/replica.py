@@ -241,7 +241,7 @@ class Replica:
         requests = [request_of(work, submit.prompt_token_ids, shift_ns) for work in submit.works]
         try:
             for request, work in zip(requests, submit.works, strict=True):
-                request.adapter = self._adapter(work)
+                request.call, request.adapter = requests, self._adapter(work)
         except PenstockError as error:
             for request in requests:
                 self._refuse(request, FinishReason.REJECTED, str(error), str(RejectReason.UNAVAILABLE))

@@ -329,11 +329,12 @@ def next_limit(request: Request) -> tuple[int, RejectReason] | None:
     """Return the request's next deadline and the reject reason if it is missed, or None. The deadline only moves later."""
     if request.deadline_ns is request.queue_deadline_ns is request.first_token_deadline_ns is None:  # like nearly all
         return None
-    limits = [
-        (request.deadline_ns, RejectReason.DEADLINE),
-        (request.queue_deadline_ns if request.first_scheduled_ns is None else None, RejectReason.QUEUE_TIMEOUT),
-        (request.first_token_deadline_ns if request.first_token_ns is None else None, RejectReason.FIRST_TOKEN_TIMEOUT),
-    ]
+    call = request.call or (request,)
+    limits = [(request.deadline_ns, RejectReason.DEADLINE)]
+    if all(one.first_scheduled_ns is None for one in call):
+        limits.append((request.queue_deadline_ns, RejectReason.QUEUE_TIMEOUT))
+    if all(one.first_token_ns is None for one in call):
+        limits.append((request.first_token_deadline_ns, RejectReason.FIRST_TOKEN_TIMEOUT))
     return min(((at_ns, reason) for at_ns, reason in limits if at_ns is not None), default=None)
 
 

@@ -76,6 +76,7 @@ def end(request: Request, reason: FinishReason, stop_reason: int | str | None = 
     request.num_inflight_tokens = 0
     request.finish_reason = reason
     request.stop_reason = stop_reason
+    request.call = ()  # breaks a reference cycle
 
 
 # the beams of a search

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -67,8 +68,10 @@ class Request:
     """Runs in what other requests leave, whatever their classes."""
     deadline_ns: int | None = None
     """The request is aborted if it has not ended by then."""
-    queue_deadline_ns: int | None = None  # for its first step to begin
-    first_token_deadline_ns: int | None = None  # for its first token
+    queue_deadline_ns: int | None = None  # for the first step of any request in `call` to begin
+    first_token_deadline_ns: int | None = None  # for the first token of any request in `call`
+    call: Sequence[Request] = field(default=(), repr=False)
+    """The requests that share its limits of waiting, itself included, until it ends. Empty: it is alone."""
     slo_ttft_ns: int | None = None
     """Target of its time to first token. Missing a target is counted and has no other effect."""
     slo_itl_ns: int | None = None
