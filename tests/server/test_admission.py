@@ -12,7 +12,7 @@ from penstock.admission.door import AdmissionLimits
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
 from support.server.admission import ONE_ROW, Held
-from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, running, until
+from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, make_text_runtime, running, until
 
 BODY = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
 
@@ -147,6 +147,26 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
         check(refused, 408, "deadline_exceeded", "can't be met", "ms are left")
         assert refused.headers["x-should-retry"] == "false"
         assert await metric(held.client, 'requests_rejected_total{model="toy",reason="deadline"}') == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("/v1/completions", {"prompt": "a" * 10_000}, "context_length"),
+        ("/v1/completions", BODY | {"structured_outputs": {"regex": "("}}, "invalid"),
+        ("/v1/embeddings", {"input": "a" * 10_000}, "context_length"),
+    ],
+)
+async def test_a_call_that_is_refused_behind_the_door_is_counted(path, body, reason):
+    runtime = make_text_runtime() if "input" in body else make_runtime()
+    runtime.metrics.tenants = frozenset({"acme"})
+    try:
+        async with make_client(runtime) as client:
+            assert (await client.post(path, json=body, headers={"X-Tenant": "acme"})).status_code == 400
+            assert await metric(client, f'requests_rejected_total{{model="toy",reason="{reason}"}}') == 1
+            assert runtime.metrics.tenant_requests["acme", "rejected"] == 1
+    finally:
+        runtime.close()
 
 
 @pytest.mark.parametrize("source", ["header", "setting"])

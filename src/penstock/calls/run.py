@@ -93,18 +93,23 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
 
 @contextmanager
 def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Entering]:
-    """Ask admission for places in the queue, kept until the block ends. Raises `Rejected`, or `ModelAway` if unloaded."""
+    """Ask admission for places in the queue, kept until the block ends. Raises `Rejected`, or `ModelAway` if unloaded.
+
+    Counts the call as rejected if the block raises `Rejected`, too.
+    """
     engine, admission = running.engine, running.admission
+    entering: Entering | None = None
     with running.using(is_background=ask.background):
         try:
             entering = admission.decide(ask, engine.load(), running.clock.now_ns(), refuses_with=engine.state.refuses_with)
-        except Rejected as rejected:
-            running.metrics.count_rejected(rejected.reason, ask.tenant)
-            raise
-        try:
             yield entering
+        except Rejected as rejected:
+            if entering is None or rejected.reason is not RejectReason.QUEUE_FULL:  # `OffLoop` counts its own
+                running.metrics.count_rejected(rejected.reason, ask.tenant)
+            raise
         finally:
-            admission.end_entering(entering)
+            if entering is not None:
+                admission.end_entering(entering)
 
 
 def ask_of(terms: Terms, claim: bytes) -> Ask:
@@ -275,7 +280,6 @@ async def _in_time(work: Awaitable[_Result], failure: str, running: RunningModel
         async with asyncio.timeout(max(0.0, (limit_ns - running.clock.now_ns()) / 1e9)):
             return await work
     except TimeoutError:
-        running.metrics.count_rejected(reason, terms.owner.tenant)
         allowed_ms = (limit_ns - since_ns) / 1e6
         detail = f"Its {failure} within the {allowed_ms:g} ms that the request allows. Allow more, or send it again."
         raise Rejected(reason, detail) from None
