@@ -68,6 +68,18 @@ async def test_one_at_a_time_and_a_client_that_leaves_ends_it():
             assert third.status_code == 200
 
 
+async def test_a_server_that_ends_sends_the_steps_so_far():
+    with running() as server:
+        async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            watch = asyncio.create_task(client.get(URL, params={"seconds": "60"}))
+            await until(lambda: server.runtime.journal._window is not None)
+            assert (await client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 4})).status_code == 200
+            server.server.request_shutdown()
+            answer = await watch
+    assert answer.status_code == 200
+    assert any(event["name"] == "request" for event in answer.json()["traceEvents"])
+
+
 @pytest.mark.parametrize(("key", "status"), [(None, 401), ("user", 403), ("admin", 200)])
 async def test_it_is_for_admins(runtime, key, status):
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}

@@ -17,6 +17,7 @@ def _routes(parts: Parts) -> Sequence[Route]:
     status, requests = StatusEndpoint(parts), RequestsEndpoint(parts.in_flight)
     pool, life = PoolEndpoint(parts.deployment, parts.in_flight), LifeEndpoint(parts)
     trace = TraceEndpoint(parts.deployment)
+    parts.lifetime.stops.append(trace.stop)
     by_id, accepted = "/v1/requests/{request_id:path}", {202: "The model will be loaded"}
     return [
         Route("POST /models/load", "Load a model", life.load, LoadModelBody, Success, more_statuses=accepted),

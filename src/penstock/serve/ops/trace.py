@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from contextlib import suppress
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -23,6 +24,11 @@ class TraceEndpoint:
     def __init__(self, deployment: Deployment) -> None:
         self._deployment = deployment
         self._is_busy = False
+        self._is_stopping = asyncio.Event()
+
+    async def stop(self) -> None:
+        """End the trace early, so that the shutdown need not wait for it."""
+        self._is_stopping.set()
 
     async def trace(self, http: HttpRequest) -> Response:
         """Record a model's steps and the requests in them for `seconds` (default 5, at most 60), and return the trace.
@@ -40,8 +46,8 @@ class TraceEndpoint:
             raise ApiError(409, "Another trace is being taken.", code="trace_running", error_type="invalid_request_error")
         self._is_busy = True
         try:
-            with journal.watched(running.clock.now_ns) as window:
-                await unless_gone(http, asyncio.sleep(seconds))
+            with journal.watched(running.clock.now_ns) as window, suppress(TimeoutError):
+                await unless_gone(http, asyncio.wait_for(self._is_stopping.wait(), seconds))
             data = await asyncio.to_thread(lambda: "".join(document(window.events(running.name))).encode())
         finally:
             self._is_busy = False
