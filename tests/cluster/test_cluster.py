@@ -9,6 +9,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -551,6 +552,23 @@ def test_limits_of_time_hold_without_a_replica(limit: str, pool, quick_beats: No
         clock.offset_ns = 31_000_000_000
         response = answer.result(30)
         assert response.status_code == 408, response.text
+
+
+@pytest.mark.parametrize("body", [{"n": 2}, {"prompt": PROMPTS[:2]}])
+@pytest.mark.parametrize("limit", ["queue_timeout", "first_token_timeout"])
+def test_limits_of_a_wait_are_those_of_a_calls_first_choice(limit: str, body: dict[str, Any], pool) -> None:
+    with cluster(num_replicas=1, **{f"{limit}_s": 20.0}) as made:
+        made.replicas["r0"].kill()
+        clock, executor = JumpingClock(), GatedExecutor(replace(CAPACITY, max_rows=1))
+        replica = made.add("r1", executor, clock=clock)
+        wait_until(lambda: made.fleet.num_replicas == 1)
+        answer = pool.submit(post, made, **{"prompt": "abc", "max_tokens": 4} | body)
+        wait_until(lambda: len(replica.replica._requests) == 2)
+        executor.allow()
+        wait_until(lambda: replica.running.engine.load().served_ns > 0)
+        clock.offset_ns = 30_000_000_000
+        executor.open()
+        assert answer.result(60).status_code == 200, answer.result().text
 
 
 def test_requests_end_after_the_fleet_has() -> None:

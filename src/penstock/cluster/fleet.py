@@ -85,6 +85,8 @@ LOST, ANSWER = "lost", "answer"
 NOT_RESUMED = "the replica that computed it was lost, and the server does not resume answers"
 _OF_THE_REPLICA = (RejectReason.UNAVAILABLE, RejectReason.DRAINING)
 """Reject reasons that concern only the replica, so the request moves to another one."""
+_OF_A_WAIT = (RejectReason.QUEUE_TIMEOUT, RejectReason.FIRST_TOKEN_TIMEOUT)
+"""Reject reasons that no longer apply once any request of the call has begun, maybe at another replica."""
 
 
 class Fleet:
@@ -744,7 +746,7 @@ class Fleet:
             flight = replica.flights.get(chunk.request_id)
             if flight is None:  # it ended here, or was sent elsewhere
                 continue
-            if chunk.finish_reason is not None and chunk.reject_reason in _OF_THE_REPLICA:
+            if chunk.finish_reason is not None and _goes_on(flight.request, chunk.reject_reason):
                 self._take_refusal(flight, chunk)
                 moving.append(flight)
                 continue
@@ -777,6 +779,8 @@ class Fleet:
             flight.count_loss(flight.replica.name, chunk.detail, is_refusal=is_refusal)
             if is_refusal and ref is not None and self._adapters is not None:
                 self._adapters.doubt(ref)
+        elif chunk.reject_reason in _OF_A_WAIT:
+            flight.request.queue_deadline_ns = flight.request.first_token_deadline_ns = None
         self._detach(flight)
 
     def _take_chunk(self, flight: Flight, chunk: OutputChunk, news: News) -> None:
@@ -821,3 +825,10 @@ class Fleet:
             num_blocks_cached=pool.num_blocks_cached,
             num_blocks_background=pool.num_blocks_background,
         )
+
+
+def _goes_on(request: Request, reject_reason: str) -> bool:
+    """Return whether the front sends a request again that a replica ended for this reason."""
+    if reject_reason in _OF_A_WAIT:
+        return any(one.first_token_ns is not None for one in request.call)
+    return reject_reason in _OF_THE_REPLICA
