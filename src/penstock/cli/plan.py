@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from penstock.cli.candidates import all_hardware, find_machines, hardware_options, make_candidate, read_costs, read_model
-from penstock.cli.files import output_file, plots_folder
+from penstock.cli.files import output_file, plots_folder, write_text
 from penstock.cli.options import (
     EPILOG,
     FILE,
@@ -117,7 +116,13 @@ def plan(choice: WorkloadChoice, **values: Any) -> None:
     print("\n\n".join(plan_report.report(sized) for sized in some))
     if not asked.slos:
         print("\nFor the highest rate, replicas and cost, give SLOs: --slo ttft=2s --slo tpot=100ms")
-    _write(some, values["json_path"], values["folder"])
+    if values["json_path"] is not None:
+        numbers = json.dumps(plan_report.as_json(some), indent=2, allow_nan=False)
+        write_text(values["json_path"], numbers + "\n")
+    if values["folder"] is not None:
+        for sized in some:
+            for name, plot in plan_report.plots(sized):
+                plot.save(values["folder"] / f"{sized.hardware.name}-{name}.png")
 
 
 def _requirements(choice: WorkloadChoice, values: Mapping[str, Any]) -> Requirements:
@@ -217,18 +222,3 @@ def _with(config: Config, preset: str) -> Config:
         preset=preset, max_num_seqs=given.max_num_seqs, max_num_batched_tokens=given.max_num_batched_tokens
     )
     return replace(config, scheduler=scheduler)
-
-
-def _write(some: Sequence[Sized], json_path: Path | None, folder: Path | None) -> None:
-    from penstock.lab import plan_report
-
-    try:
-        if json_path is not None:
-            json_path.write_text(json.dumps(plan_report.as_json(some), indent=2, allow_nan=False) + "\n", "utf-8")
-        if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            for sized in some:
-                for name, plot in plan_report.plots(sized):
-                    plot.save(folder / f"{sized.hardware.name}-{name}.png")
-    except OSError as error:
-        raise ConfigError(f"The plan can't be written: {error}.", remedy="Check --json and --plots.") from None
