@@ -1,8 +1,8 @@
 """How does Penstock compare with other CPU servers? The same workload, weights from the same file, the same machine and run.
 
-Each round starts every contender in turn, alone on the machine, and loads it with the same prompts at each concurrency: a
-closed loop of the lab's client, greedy, `ignore_eos`, streamed over HTTP (OpenVINO GenAI: in its own process). Every second
-round goes backwards. Figures are medians of the rounds; in bold the median ratio of Penstock's throughput to the contender's.
+Each round loads every contender in turn, alone on the machine, at each concurrency with prompts of its own (or Penstock would
+guess from its answers to them): a closed loop of the lab's client, greedy, `ignore_eos`, streamed over HTTP (OpenVINO GenAI: in
+its own process). Every second round goes backwards. Figures are medians of the rounds; in bold: Penstock's over the peer's.
 `in all`: with prompt tokens. `like ours`: mean number of leading characters equal to Penstock's reply. The last line is JSON.
 
     python benchmarks/peers.py --setup   # makes what is missing in build/peers (gigabytes; many minutes), then measures
@@ -22,7 +22,7 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TypeVar
 
@@ -59,13 +59,13 @@ class Round:
 
 def measure(contender: Contender, jobs: Sequence[Job], loads: Mapping[int, int], log: Path) -> Round:
     """Raises ContenderError or LoadError."""
-    rates, in_all, starts = {}, {}, []
+    rates, in_all, starts, left = {}, {}, [], iter(jobs)
     with running(contender, log) as session:
         warm_up(session, jobs, max(loads))
         for concurrency, count in loads.items():
-            sent = session.replay(jobs[:count], concurrency)
+            sent = session.replay(own := list(islice(left, count)), concurrency)
             rates[concurrency] = 1e9 * sum(record.num_output_tokens for record in sent.records) / sent.duration_ns
-            in_all[concurrency] = rates[concurrency] + 1e9 * describe(jobs[:count])["prompt_tokens"] / sent.duration_ns
+            in_all[concurrency] = rates[concurrency] + 1e9 * describe(own)["prompt_tokens"] / sent.duration_ns
             starts += [record.text.strip()[:START_CHARS] for record in sent.records]
             print(f"{contender.name}, {concurrency} at a time: {rates[concurrency]:.0f} tokens/s", file=sys.stderr, flush=True)
         return Round(session.ready_s, session.resident_mb(), rates, in_all, starts)
@@ -133,7 +133,7 @@ def main() -> None:
         parser.error(f"{gguf} is missing: fetch it with `penstock pull {model.file}`, or name another file with --model-file")
     source = Source(args.traces, read_tokenizer(gguf), model.max_prompt_tokens, model.max_reply_tokens)
     loads = model.loads(args.workload)
-    jobs = read_jobs(args.workload, source, max(loads.values()))
+    jobs = read_jobs(args.workload, source, sum(loads.values()))
     setting = Setting(Environments(ENVIRONMENTS), gguf, model, loads, jobs)
     ready = list(prepared(args.peers, setting, setup=args.setup))
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -40,6 +41,27 @@ def test_rounds_alternate_and_every_second_goes_backwards():
 
     compete([Contender(name, []) for name in "abc"], 3, measure_one)
     assert "".join(order) == "abccbaabc"
+
+
+def test_no_answer_is_one_that_the_contender_gave_before(monkeypatch, tmp_path):
+    asked: list[Job] = []
+
+    class Session:
+        ready_s = 1.0
+
+        def replay(self, jobs, concurrency):
+            asked.extend(jobs)
+            return SimpleNamespace(records=[SimpleNamespace(num_output_tokens=2, text="a") for _ in jobs], duration_ns=1)
+
+        def resident_mb(self):
+            return 1.0
+
+    monkeypatch.setattr(peers, "running", lambda contender, log: nullcontext(Session()))
+    monkeypatch.setattr(peers, "warm_up", lambda session, jobs, concurrency: None)
+    jobs = [Job(arrival_ns=0, num_prompt_tokens=3, num_output_tokens=2, prompt=str(idx)) for idx in range(7)]
+    found = peers.measure(Contender("a", []), jobs, {2: 4, 1: 3}, tmp_path)
+    assert asked == jobs
+    assert len(found.starts) == 7
 
 
 def test_contender_that_fails_is_left_out_and_the_others_go_on(capsys):
