@@ -41,6 +41,50 @@ def test_answers_are_those_that_the_schema_has(schema, answers, others):
     assert [text for text in answers + others if ANSWERS.is_answer(schema, text)] == answers
 
 
+ACUTE = {"properties": {"é": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "answers", "others"),
+    [
+        (ACUTE, ['{"é":1,"b":"Zo\\u00e9"}', '{"a\\n":1}'], ['{"\\u00e9":"x"}', '{"é":1,"\\u00e9":"x"}', '{"\\u00e9":1}']),
+        (ACUTE | {"additionalProperties": True}, ['{"a":1}'], ['{"\\u00e9":"x"}']),
+        (
+            ACUTE | {"additionalProperties": {"type": "string"}},
+            ['{"a":"é"}'],
+            ['{"\\u00e9":"x"}', '{"a":1}', '{"a":"\\u00e9"}'],
+        ),
+        (ACUTE | {"additionalProperties": False}, ['{"é":1}'], ['{"\\u00e9":1}']),
+        ({"required": ["é"]}, ['{"é":1}'], ['{"\\u00e9":1}']),
+        (
+            {"allOf": [ACUTE, {"properties": {"a": {"const": 1}}}]},
+            ['{"é":1,"a":1,"b":2}'],
+            ['{"\\u00e9":"x"}', '{"\\u0061":2}'],
+        ),
+        ({"allOf": [ACUTE, {"patternProperties": {"^é": {"minimum": 3}}}]}, ['{"é":4}'], ['{"é":2}', '{"\\u00e9":"x"}']),
+        ({"patternProperties": {"^é": {"type": "integer"}}}, ['{"é":1}', '{"a":"x"}'], ['{"\\u00e9":"x"}']),
+        ({"properties": {"a\tb": {"type": "integer"}}}, ['{"a\\tb":1}'], ['{"a\\u0009b":"x"}']),
+    ],
+    ids=str,
+)
+def test_no_other_field_has_a_declared_name_in_another_spelling(schema, answers, others):
+    assert [text for text in answers + others if ANSWERS.is_answer(schema, text)] == answers
+
+
+@pytest.mark.parametrize(
+    ("schema", "answers", "others"),
+    [
+        ({"type": "string"}, ['"Zo\\u00e9"', '"\\u001b"'], ['"\\ud83d"', '"\\u00"']),
+        ({"type": "string", "maxLength": 1}, ['"\\u00e9"', '"\\ud83d\\udc4d"'], ['"\\u00e9\\u00e9"']),
+        ({"const": "\x1b"}, ['"\\u001b"'], ['"\\u001c"']),
+        ({"type": "object"}, ['{"\\u00e9":"\\u00e9"}'], []),
+    ],
+    ids=str,
+)
+def test_strings_may_have_escaped_characters(schema, answers, others):
+    assert [text for text in answers + others if ANSWERS.is_answer(schema, text)] == answers
+
+
 SPELLINGS = [
     f"{sign}{whole}{fraction}"
     for sign in ("", "-")
@@ -162,6 +206,10 @@ def test_random_answers_are_json(schema):
         ({"prefixItems": [{"const": [1, 2**60]}]}, "It stands at #/prefixItems/0/const/1.$"),
         ({"$ref": "#/$defs/x", "$defs": {"x": {"if": {}}}}, r"It stands at #/\$defs/x.$"),
         ({"items": {"$id": "x"}}, "It stands at #/items.$"),
+        (
+            {"patternProperties": {"a": {"enum": [[1, "\0"]]}}},
+            "no control characters .*It stands at #/patternProperties/a/enum/0/1.$",
+        ),
         ({"properties": {"a": {"format": "iri"}}}, "The format iri .*It stands at #/properties/a.$"),
         ({"items": {"oneOf": [{}, {}]}}, "oneOf .*It stands at #/items.$"),
         ({"anyOf": [{"oneOf": [{}, {}]}, {"items": {"oneOf": [{}]}}]}, "It stands at #/anyOf/0 or #/anyOf/1/items.$"),

@@ -28,7 +28,11 @@ _OPTIONS = {
     "whitespace_pattern": WHITESPACE,
     "coerce_one_of": False,
     "lenient": False,
+    "json_allow_general_unicode_escapes": True,
 }
+_WITHOUT_UNICODE = _OPTIONS | {"json_allowed_escapes": 'nrbtf\\"'}
+_NEEDS_UNICODE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters without a shorter escape than `\\u`."""
 
 MAX_SCHEMAS = 2_000
 """Most schemas in a grammar. llguidance builds a schema again for every place and combination, and checks its own limits
@@ -48,7 +52,8 @@ MAX_LENGTHS = 36_000
 MAX_SHORT_TOKENS = 10_000
 """Shorter answers do not reach the states of longer strings: a token of text makes 10 to 35."""
 STATES_PER_CHAR = 13
-"""Most lexer states that a mask makes for each character up to a `minLength` or `maxLength`. Usual text makes 5 to 10."""
+"""Most lexer states that a mask makes for each character up to a `minLength` or `maxLength`. Usual text makes 5 to 10.
+A text of nothing but `\\u` makes up to 32, but from more tokens: 25,000 such characters are 150,000."""
 _PATTERN_SCHEMAS = 5
 """A string with a pattern or a format is compiled separately, and counts as this many schemas."""
 _MAX_SHOWN_CHARS = 200
@@ -165,11 +170,13 @@ def _json_of(schema: dict[str, Any], count: SchemaCount, *, with_spellings: bool
     find = functools.cache(functools.partial(referred, schema))
     multiples: list[int] = []
     name_patterns: set[str] = set()
+    nodes: list[tuple[dict[str, Any], Place]] = []
     for node, place in _nodes(schema, root_id.rstrip("#") if isinstance(root_id, str) else "", with_spellings):
         _check_keywords(node, place, is_root=node is schema)
         _check_numbers(node, place)
         multiples.append(_significant(node.get("multipleOf")))
         name_patterns |= _dict(node, "patternProperties").keys()
+        nodes.append((node, place))
     if len(name_patterns) > MAX_NAME_PATTERNS:
         what = f"has {len(name_patterns)} different patterns in patternProperties; at most {MAX_NAME_PATTERNS} are allowed"
         _refuse(f"{what}. Combine some into one pattern.")
@@ -177,7 +184,35 @@ def _json_of(schema: dict[str, Any], count: SchemaCount, *, with_spellings: bool
     if max(sum(multiples), math.prod(set(multiples) - {0}) if does_merge else 0) > MAX_MULTIPLES:
         what = f"takes multipleOf values that, without decimal points and trailing zeros, add up to at most {MAX_MULTIPLES}"
         _refuse(f"{what}, as must their product where allOf, anyOf, oneOf or $ref combine them. Use rounder numbers.")
-    return json.dumps(schema | {"x-guidance": _OPTIONS})
+    if not name_patterns and all(_keep_names(node) for node, _ in nodes):
+        return json.dumps(schema | {"x-guidance": _OPTIONS})
+    for node, place in nodes:
+        _check_constants(node, place)
+    return json.dumps(schema | {"x-guidance": _WITHOUT_UNICODE})
+
+
+def _keep_names(node: dict[str, Any]) -> bool:
+    """Let no other field have a declared name in another spelling, such as `"\\u0061"`. Return whether that is possible.
+
+    llguidance accepts escaped names for `additionalProperties`. For `patternProperties` it escapes only control characters.
+    """
+    names = [*_dict(node, "properties"), *_list(node, "required")]
+    others = node.get("additionalProperties", True)
+    if not names or others is False:
+        return True
+    is_any = (others is True or others == {}) and "patternProperties" not in node
+    if not is_any or not all(map(str.isprintable, map(str, names))):
+        return False
+    node |= {"patternProperties": {"": True}, "additionalProperties": False}
+    return True
+
+
+def _check_constants(node: dict[str, Any], place: Place) -> None:
+    for keyword in ("const", "enum"):
+        for value, inside in _walk(node.get(keyword), (place, keyword)):
+            if isinstance(value, str) and _NEEDS_UNICODE.search(value):
+                what = "takes no control characters in const and enum beside patternProperties"
+                _refuse(f"{what}, a schema in additionalProperties, or control characters in names. Leave them out.", inside)
 
 
 def lengths_in(value: Any) -> list[int]:
