@@ -127,6 +127,24 @@ def test_offsets_do_not_count_what_the_text_does_not_have(text, offsets):
     assert writer.write([TokenLogprobs(token_ids[1], -1.0, 1, ())])["text_offset"] == [len(text)]
 
 
+@pytest.mark.parametrize("skips", [True, False])
+async def test_offsets_of_an_echo_of_tokens_follow_its_special_tokens(client, skips):
+    token_ids = TOKENIZER.encode("<|turn|>ab<|end|>c<|turn|>", add_special_tokens=False)
+    body = {"prompt": token_ids, "echo": True, "logprobs": 0, "max_tokens": 1, "skip_special_tokens": skips}
+    [choice] = (await ask(client, **body))["choices"]
+    assert choice["text"][:-1] == ("abc" if skips else "<|turn|>ab<|end|>c<|turn|>")
+    assert choice["logprobs"]["text_offset"] == ([0, 0, 1, 2, 2, 3, 3] if skips else [0, 8, 9, 10, 17, 18, 26])
+
+
+def test_a_prompt_that_ends_within_a_character_moves_no_offset():
+    token_ids = TOKENIZER.encode("aé", add_special_tokens=False)
+    prompt, text = token_ids[:-1], TOKENIZER.decode(token_ids[:-1])
+    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=True)
+    assert writer.write_prompt(prompt, scores(prompt, 0), 0, text)["text_offset"] == [0, 1]
+    told = writer.write([TokenLogprobs(token_id, -1.0, 1, ()) for token_id in (token_ids[-1], token_ids[0])])
+    assert told["text_offset"] == [2, 3]
+
+
 async def test_the_prefix_cache_changes_nothing(client):
     plain = {"prompt": PROMPT * 3, "max_tokens": 1}
     await ask(client, **plain)

@@ -104,11 +104,11 @@ def tokenise(call: Call, prompts: Sequence[Prompt]) -> Tokenised:
     _check_scored(sum([len(ids) for ids in all_ids]), call)
     echoes = [""] * len(prompts)
     if call.answer.echo:  # the part that the model sees
-        is_whole = call.request.truncate_prompt_tokens is None
+        is_whole, skips = call.request.truncate_prompt_tokens is None, call.request.skip_special_tokens
         echoes = [
             prompt.text
             if is_whole and isinstance(prompt, TextPrompt)
-            else running.tokenizer.decode(ids, skip_special_tokens=isinstance(prompt, TextPrompt | TokenPrompt))
+            else running.tokenizer.decode(ids, skip_special_tokens=skips and isinstance(prompt, TextPrompt | TokenPrompt))
             for ids, prompt in zip(all_ids, prompts, strict=True)
         ]
     ends = () if fim is None or call.request.ignore_eos or call.sampling.beams is not None else fim.end_token_ids

@@ -71,7 +71,7 @@ class CompletionLogprobs:
 
     def write(self, entries: Sequence[TokenLogprobs]) -> CompletionTokens:
         return {
-            "text_offset": [self._advance(entry.token_id) for entry in entries],
+            "text_offset": [self._advance(self._bytes_in_text[entry.token_id]) for entry in entries],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "tokens": [_legacy_text(self._tokenizer, entry.token_id) for entry in entries],
             "top_logprobs": [self._top(entry) for entry in entries],
@@ -91,10 +91,9 @@ class CompletionLogprobs:
                     return begins[first]
         return begins[-1] - num_chars
 
-    def _advance(self, token_id: int, *, is_shown: bool = False) -> int:
-        """Move past this token, and return its position in the text. `is_shown`: count the token even if it is special."""
+    def _advance(self, data: bytes) -> int:
+        """Move past a token's bytes in the text, and return their position."""
         begin = self._offset
-        data = self._tokenizer.token_bytes(token_id) if is_shown else self._bytes_in_text[token_id]
         was_within = self._is_within_character()
         first = self._decoder.decode(data[:1])
         if was_within and first[:1] == "\ufffd" and (len(first) > 1 or self._is_within_character()):
@@ -117,8 +116,12 @@ class CompletionLogprobs:
 
         `text`: the prompt as the answer shows it. Tokens before it, such as a start token, get the offset 0.
         """
-        begins = [self._advance(token_id, is_shown=True) for token_id in token_ids]
-        num_hidden = self._num_hidden(token_ids, [*begins, self._offset], len(text))
+        # A client's own text has the special tokens between its ends, and so has an echo of tokens if they are not skipped.
+        shown = () if text == self._tokenizer.decode(token_ids) else None
+        bytes_in_text = self._tokenizer.bytes_showing(shown)
+        begins = [self._advance(bytes_in_text[token_id]) for token_id in token_ids]
+        end = self._offset + len(self._decoder.decode(b"", final=True))  # The answer is decoded apart.
+        num_hidden = self._num_hidden(token_ids, [*begins, end], len(text))
         self._offset = len(text)
         told = [None, *entries]
         return {
