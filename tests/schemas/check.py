@@ -34,7 +34,7 @@ DRAFTS: dict[str, tuple[str, Any]] = {
 KNOWN = {
     "is only an annotation": "formats are followed",
     "different property order": "a const is written in the order of the schema",
-    "float": "integers, and numbers of const and enum, are written as in the schema",
+    "float": "integers, and numbers of const and enum, have one spelling",
     "[0.0] is valid": "as above",
     "[1.0] is valid": "as above",
     "overflow handling is implemented": "integers have no exponent",
