@@ -33,6 +33,9 @@ _OPTIONS = {
 _WITHOUT_UNICODE = _OPTIONS | {"json_allowed_escapes": 'nrbtf\\"'}
 _NEEDS_UNICODE = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters without a shorter escape than `\\u`."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
+_NO_NEW_PATTERNS = ("patternProperties", "minProperties", "maxProperties")
+"""Keywords with which llguidance would refuse a further pattern, once it combines their schemas."""
 
 MAX_SCHEMAS = 2_000
 """Most schemas in a grammar. llguidance builds a schema again for every place and combination, and checks its own limits
@@ -184,26 +187,38 @@ def _json_of(schema: dict[str, Any], count: SchemaCount, *, with_spellings: bool
     if max(sum(multiples), math.prod(set(multiples) - {0}) if does_merge else 0) > MAX_MULTIPLES:
         what = f"takes multipleOf values that, without decimal points and trailing zeros, add up to at most {MAX_MULTIPLES}"
         _refuse(f"{what}, as must their product where allOf, anyOf, oneOf or $ref combine them. Use rounder numbers.")
-    if not name_patterns and all(_keep_names(node) for node, _ in nodes):
+    if _keep_names([node for node, _ in nodes]):
         return json.dumps(schema | {"x-guidance": _OPTIONS})
     for node, place in nodes:
         _check_constants(node, place)
     return json.dumps(schema | {"x-guidance": _WITHOUT_UNICODE})
 
 
-def _keep_names(node: dict[str, Any]) -> bool:
+def _keep_names(nodes: Sequence[dict[str, Any]]) -> bool:
     """Let no other field have a declared name in another spelling, such as `"\\u0061"`. Return whether that is possible.
 
-    llguidance accepts escaped names for `additionalProperties`. For `patternProperties` it escapes only control characters.
+    llguidance accepts escaped names for `additionalProperties`. For `patternProperties` it accepts only control characters
+    escaped. So an object with `properties` that allows any others does it by `patternProperties`.
     """
-    names = [*_dict(node, "properties"), *_list(node, "required")]
-    others = node.get("additionalProperties", True)
-    if not names or others is False:
-        return True
-    is_any = (others is True or others == {}) and "patternProperties" not in node
-    if not is_any or not all(map(str.isprintable, map(str, names))):
+    opened: list[dict[str, Any]] = []
+    for node in nodes:
+        names, others = _dict(node, "properties"), node.get("additionalProperties", True)
+        has_patterns = "patternProperties" in node
+        is_open = others is not False and bool(names or has_patterns)
+        allows_any = others is True or others == {}
+        if (is_open and not allows_any) or ((is_open or has_patterns) and any(map(_CONTROL.search, names))):
+            return False
+        if is_open:
+            opened.append(node)
+    if opened and any(name in node for node in nodes for name in _NO_NEW_PATTERNS):
         return False
-    node |= {"patternProperties": {"": True}, "additionalProperties": False}
+    for node in opened:
+        items = [item for item in node.items() if item[0] != "additionalProperties"]
+        node.clear()
+        for name, value in items:
+            node[name] = value
+            if name == "properties":  # llguidance splits a schema at keywords such as anyOf
+                node |= {"patternProperties": {"^": True}, "additionalProperties": False}  # masks take 25 times as long with ""
     return True
 
 
