@@ -64,6 +64,21 @@ ACUTE = {"properties": {"é": {"type": "integer"}}}
         ({"allOf": [ACUTE, {"patternProperties": {"^é": {"minimum": 3}}}]}, ['{"é":4}'], ['{"é":2}', '{"\\u00e9":"x"}']),
         ({"patternProperties": {"^é": {"type": "integer"}}}, ['{"é":1}', '{"a":"x"}'], ['{"\\u00e9":"x"}']),
         ({"properties": {"a\tb": {"type": "integer"}}}, ['{"a\\tb":1}'], ['{"a\\u0009b":"x"}']),
+        (
+            {"patternProperties": {"^x": {"type": "integer"}}, "properties": {"a\tb": {"type": "integer"}}},
+            [],
+            ['{"a\\u0009b":"x"}'],
+        ),
+        (
+            ACUTE | {"additionalProperties": True, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+            ['{"é":1,"a":2}', '{"b":1,"c":2}'],
+            ['{"c":1}', '{"a":1,"\\u00e9":"x"}'],
+        ),
+        (
+            {"properties": {"b": {}, "c": {}}, "allOf": [ACUTE], "additionalProperties": True},
+            ['{"b":1,"c":2,"é":3,"d":4}'],
+            ['{"é":1,"b":2}'],
+        ),
     ],
     ids=str,
 )
@@ -78,11 +93,35 @@ def test_no_other_field_has_a_declared_name_in_another_spelling(schema, answers,
         ({"type": "string", "maxLength": 1}, ['"\\u00e9"', '"\\ud83d\\udc4d"'], ['"\\u00e9\\u00e9"']),
         ({"const": "\x1b"}, ['"\\u001b"'], ['"\\u001c"']),
         ({"type": "object"}, ['{"\\u00e9":"\\u00e9"}'], []),
+        ({"properties": {"\u3000\u200d": {"type": "string"}}}, ['{"\u3000\u200d":"\\u00e9"}'], ['{"\\u3000\\u200d":1}']),
+        (
+            {
+                "patternProperties": {"^é": {"type": "string"}},
+                "properties": {"a": {"const": "\0"}},
+                "additionalProperties": False,
+            },
+            ['{"a":"\\u0000","éa":"\\u00e9"}'],
+            ['{"\\u00e9":"x"}', '{"\\u0061":"x"}'],
+        ),
     ],
     ids=str,
 )
 def test_strings_may_have_escaped_characters(schema, answers, others):
     assert [text for text in answers + others if ANSWERS.is_answer(schema, text)] == answers
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"maxProperties": 2, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        {"minProperties": 1, "allOf": [{"properties": {"a": {"type": "integer"}, "b": True, "c": True}}]},
+    ],
+    ids=str,
+)
+def test_a_closed_object_may_limit_its_fields_beside_open_ones(schema):
+    closed = {"type": "object", "properties": {"a": {}, "b": {}, "c": {}}, "additionalProperties": False}
+    assert ANSWERS.is_answer(closed | schema, '{"a":1}')
+    assert not ANSWERS.is_answer(closed | schema, '{"d":1}')
 
 
 SPELLINGS = [

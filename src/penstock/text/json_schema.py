@@ -55,8 +55,8 @@ MAX_LENGTHS = 36_000
 MAX_SHORT_TOKENS = 10_000
 """Shorter answers do not reach the states of longer strings: a token of text makes 10 to 35."""
 STATES_PER_CHAR = 13
-"""Most lexer states that a mask makes for each character up to a `minLength` or `maxLength`. Usual text makes 5 to 10.
-A text of nothing but `\\u` makes up to 32, but from more tokens: 25,000 such characters are 150,000."""
+"""Most lexer states that a mask makes for each character up to a `minLength` or `maxLength`. Usual text makes 5 to 13.
+Characters written as `\\u` make 16 to 20, but take 5 to 10 tokens each: the usual states last for 30,000 tokens of them."""
 _PATTERN_SCHEMAS = 5
 """A string with a pattern or a format is compiled separately, and counts as this many schemas."""
 _MAX_SHOWN_CHARS = 200
@@ -213,12 +213,13 @@ def _keep_names(nodes: Sequence[dict[str, Any]]) -> bool:
     if opened and any(name in node for node in nodes for name in _NO_NEW_PATTERNS):
         return False
     for node in opened:
+        # Directly after `properties`: llguidance applies what follows an anyOf apart. Masks take 25 times as long with "".
         items = [item for item in node.items() if item[0] != "additionalProperties"]
         node.clear()
         for name, value in items:
             node[name] = value
-            if name == "properties":  # llguidance splits a schema at keywords such as anyOf
-                node |= {"patternProperties": {"^": True}, "additionalProperties": False}  # masks take 25 times as long with ""
+            if name == "properties":
+                node |= {"patternProperties": {"^": True}, "additionalProperties": False}
     return True
 
 
@@ -226,8 +227,8 @@ def _check_constants(node: dict[str, Any], place: Place) -> None:
     for keyword in ("const", "enum"):
         for value, inside in _walk(node.get(keyword), (place, keyword)):
             if isinstance(value, str) and _NEEDS_UNICODE.search(value):
-                what = "takes no control characters in const and enum beside patternProperties"
-                _refuse(f"{what}, a schema in additionalProperties, or control characters in names. Leave them out.", inside)
+                what = "takes no control characters in const and enum where names of fields could then be escaped, too"
+                _refuse(f"{what}. Leave them out, or set additionalProperties to false.", inside)
 
 
 def lengths_in(value: Any) -> list[int]:
