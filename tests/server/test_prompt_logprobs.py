@@ -139,7 +139,7 @@ async def test_offsets_of_an_echo_of_tokens_follow_its_special_tokens(client, sk
 def test_a_prompt_that_ends_within_a_character_moves_no_offset():
     token_ids = TOKENIZER.encode("aé", add_special_tokens=False)
     prompt, text = token_ids[:-1], TOKENIZER.decode(token_ids[:-1])
-    writer = CompletionLogprobs(TOKENIZER, skips_special_tokens=True)
+    writer = CompletionLogprobs(TOKENIZER, TOKENIZER.bytes_without_special)
     assert writer.write_prompt(prompt, scores(prompt, 0), 0, text)["text_offset"] == [0, 1]
     told = writer.write([TokenLogprobs(token_id, -1.0, 1, ()) for token_id in (token_ids[-1], token_ids[0])])
     assert told["text_offset"] == [2, 3]
