@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 from penstock.config import BackendConfig, Config, KvConfig, SchedulerConfig, ServerConfig
 from penstock.config.components import ModelConfig, config_from
 from penstock.deploy import build
-from penstock.deploy.factory import start_model
+from penstock.deploy.factory import start_deployment, start_model
 from penstock.deploy.policies import choose_policies
 from penstock.deploy.recorder import shown_settings
+from penstock.deploy.running import RunningModel
 from penstock.lab.recording import Departure, open_recording
 from penstock.lab.steps import steps_of
 from penstock.models.catalog import ModelSource, SourceKind, resolve
@@ -202,6 +204,33 @@ def test_a_start_that_fails_gives_the_file_back(gguf: Path, tmp_path: Path, monk
         with pytest.raises(RuntimeError, match="no room"):
             start_model(config, source)
     start_model(config, source).close(10)
+
+
+async def read(running: RunningModel, name: str) -> None:
+    with running.bridge.open([make_request(name, [20] * 9, max_tokens=4)]) as stream:
+        while not stream.is_ended:
+            await stream.next_chunks()
+
+
+def test_a_model_that_is_loaded_again_goes_on_in_its_recording(gguf: Path, tmp_path: Path) -> None:
+    """A server renames the older parts, and looks at the files in their places, only when it starts."""
+    path, older = tmp_path / "r", tmp_path / "r.1"
+    deployment = start_deployment([replace(config_of(path), model=ModelConfig(model=str(gguf)))])
+    try:
+        for name in "ab":
+            running = deployment.want(deployment.default).result(30)
+            asyncio.run(read(running, name))
+            deployment.unload(deployment.default).result(30)
+            older.write_text("mine")
+    finally:
+        deployment.close(10)
+    assert older.read_text() == "mine"
+    kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
+    assert [kind for kind in kinds if kind not in ("step", "parts")] == [
+        *("header", "request", "end"),
+        *("restart", "request", "end"),
+        "close",
+    ]
 
 
 def test_a_sole_listener_is_told_without_a_group(gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from penstock.deploy.kv_events import KvEvents
     from penstock.deploy.packed import PackedWeights
     from penstock.deploy.policies import PolicyRecipe
-    from penstock.deploy.recorder import OpenRecorder
     from penstock.deploy.resources import MemoryShare
     from penstock.machine import Cores
     from penstock.models.catalog import ModelSource
@@ -147,8 +146,6 @@ class Blueprint:
     """Folder for the file with a mixture's experts. None: they are in memory."""
     packed: PackedWeights | None
     """None: weights are always converted."""
-    open_recorder: OpenRecorder | None
-    """None: nothing is recorded."""
     open_kv_events: Callable[[], KvEvents] | None
     """None: changes of the prefix cache are not published."""
     settings_hash: str

@@ -148,6 +148,7 @@ class Deployment:
         first_error: Exception | None = None
         with contextlib.ExitStack() as started:
             for served in at_once:
+                started.callback(served.end)
                 try:
                     if self.running and self._plan(served).num_bytes > self.memory.left_bytes():
                         _log.warning(
@@ -351,6 +352,8 @@ class Deployment:
             closing.callback(self.off_loop.close)
             for pipeline in self.pipelines.values():
                 closing.callback(pipeline.reader.close)
+            for served in self.served:
+                closing.callback(served.end)
             for running in reversed(self.running):
                 closing.callback(lambda one: are_clean.append(one.close(max(0.0, end_s - time.monotonic()))), running)
         return all(are_clean)

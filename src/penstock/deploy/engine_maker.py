@@ -88,13 +88,9 @@ class EngineMaker:
         self.admission.on_call = self.signals.on_call
         if self.journal is not None:
             self.journal.speaks_for_calls = executor.capacity.is_one_pass
-        self._recorder = None
+        self._recorder = lasting.recorder_of(blueprint, executor, self.clock)
         self._taps: list[EngineTap] = [] if tap is None else [tap]
         with ExitStack() as opened:
-            if blueprint.open_recorder is not None:
-                backend = blueprint.compute.options.backend
-                self._recorder = blueprint.open_recorder(blueprint.loading.source.name, backend, executor, self.clock)
-                opened.callback(self._recorder.close)
             if blueprint.open_kv_events is not None:
                 kv_events = blueprint.open_kv_events()
                 opened.callback(kv_events.close)

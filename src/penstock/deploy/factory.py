@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from penstock.deploy.experts import disk_words
 from penstock.deploy.lasting import Lasting
 from penstock.deploy.pipelines import open_pipelines
 from penstock.deploy.policies import admission_limits
+from penstock.deploy.recorder import plan_recording
 from penstock.deploy.resolve import aliases, decide, resolve, served_names
 from penstock.deploy.resources import Machine, MemoryBudget, MemoryShare, Resources
 from penstock.deploy.routes import open_routes, warn_of_other_files
@@ -171,13 +172,18 @@ def serve_model(config: Config, source: ModelSource, resources: Resources) -> Se
         path=source.path if is_in_folder else None,
         max_waiting=config.admission.max_queue,
         tenant_max_concurrent=config.admission.tenant_max_concurrent,
+        end=lasting.close,
     )
 
 
 def make_lasting(config: Config, source: ModelSource) -> Lasting:
-    """Return the parts of a model that are kept when it is unloaded. Raises the ConfigError of `open_adapters`."""
-    name = served_names(config, source)[0]
-    return Lasting(name, open_adapters(config.lora), config.server, admission_limits(config.admission))
+    """Return the parts of a model that are kept when it is unloaded.
+
+    Raises the ConfigErrors of `open_adapters`, `decide` and `plan_recording`.
+    """
+    name, parts = served_names(config, source)[0], (config.kv, config.scheduler, decide(config).options)
+    recording = plan_recording(config.server, parts)
+    return Lasting(name, open_adapters(config.lora), config.server, admission_limits(config.admission), recording)
 
 
 def _check_stays(config: Config) -> None:
@@ -261,7 +267,6 @@ def _draft_config(config: Config, blueprint: Blueprint) -> Config:
         kv=KvConfig(block_size=config.kv.block_size, kv_cache_dtype=config.kv.kv_cache_dtype, prefix_caching=False),
         lora=LoraConfig(),
         scheduler=SchedulerConfig(max_num_seqs=compute.max_rows, max_num_batched_tokens=compute.max_step_tokens),
-        server=replace(config.server, record=None),
     )
 
 
@@ -275,12 +280,20 @@ def start_model(
     """Load a model from files on this machine, and return it ready for requests. The caller closes it.
 
     `resources`: memory and threads that the deployment's models share; by default, new ones. `lasting`: the parts kept from an
-    earlier load. `tap`: observes its engines. Raises ModelError or ConfigError if the model can't be loaded or does not fit the
-    machine.
+    earlier load, which the caller closes; by default, new ones, closed with the model. `tap`: observes its engines. Raises
+    ModelError or ConfigError if the model can't be loaded or does not fit the machine.
     """
+    if lasting is None:
+        with ExitStack() as undone:
+            lasting = make_lasting(config, source)
+            undone.callback(lasting.close)
+            running = start_model(config, source, resources, lasting, tap)
+            undone.callback(running.release)
+            running.release = undone.pop_all().close
+        return running
     resources, name = resources or Resources(), served_names(config, source)[0]
     try:
-        running = _start(config, source, resources, lasting or make_lasting(config, source), tap)
+        running = _start(config, source, resources, lasting, tap)
     except BaseException as error:
         resources.memory.give_back(name)
         if isinstance(error, NotEnoughMemory) and not decide(config).is_on_gpu:

@@ -30,7 +30,7 @@ from penstock.deploy.experts import check_disk, check_experts
 from penstock.deploy.kv_events import plan_kv_events
 from penstock.deploy.packed import PackedWeights
 from penstock.deploy.policies import choose_policies
-from penstock.deploy.recorder import plan_recording, shown_settings
+from penstock.deploy.recorder import shown_settings
 from penstock.deploy.resources import Machine, MemoryShare
 from penstock.deploy.tiers import tier_folder
 from penstock.machine import address_space
@@ -60,7 +60,6 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
     compute = decide(config)
     check_block_size(compute)
     check_cache(config.kv)
-    open_recorder = plan_recording(config.server, (config.kv, config.scheduler, compute.options))
     loading = _loading(config, source, compute)
     machine = _within_address_space(config, compute, loading, machine)
     model = loading.load(max_weight_bytes=weight_room_bytes(compute, machine.available_bytes - sizing.RESERVE_BYTES))
@@ -111,7 +110,6 @@ def resolve(config: Config, source: ModelSource, machine: Machine) -> tuple[Blue
         tier_folder=tier_folder(config.kv.kv_disk_path, _cache_dir(config), names[0] if machine.num_models > 1 else None),
         expert_folder=expert_folder(config) if config.model.experts_on_disk else None,
         packed=packed_weights(config, source.path),
-        open_recorder=open_recorder,
         open_kv_events=open_kv_events,
         settings_hash=settings_hash(config),
         shown_settings=shown_settings((config.kv, config.scheduler, config.admission, compute.options), has_names=False),

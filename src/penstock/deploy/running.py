@@ -252,6 +252,8 @@ class ServedModel:
     """Most requests that wait for the model to be loaded."""
     tenant_max_concurrent: int | None = None
     """Most requests of one tenant that wait for the load, unless the tenant has limits of its own."""
+    end: Callable[[], None] = lambda: None
+    """Called when the server has ended, and does not load the model again."""
 
     # Written by the keeper.
     state: ModelState = ModelState.UNLOADED
