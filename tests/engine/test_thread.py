@@ -28,7 +28,9 @@ from penstock.testing import Driver, HashExecutor, expected_tokens, make_core, m
 from penstock.testing.driver import LateWorker
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.events import Add
+from penstock.types.plan import AdmitRow, RowPlan, StepPlan
 from penstock.types.request import FinishReason, Request
+from penstock.types.sampling import SamplingParams
 from penstock.types.stats import AdapterCounts, RequestStats
 from support.engine.thread import TIMEOUT_S, TINY, GatedExecutor, Numbers, Rig, Sink
 from support.failing_executor import FailingExecutor
@@ -666,6 +668,14 @@ def test_a_failing_executor_ends_every_request_and_the_plan_is_logged(started, c
     rig.core.check()
     kv = rig.core.scheduler.kv
     assert kv.pool.num_available == kv.num_total_blocks
+
+
+def test_a_plan_in_the_log_has_nothing_of_prompts_and_answers():
+    sampling = SamplingParams(stop=("7777",), banned_token_sequences=((7777,),), allowed_token_ids=(7777,))
+    admit = AdmitRow("r", (7777, 7777), 1, (1,), 0, sampling)
+    plan = StepPlan(3, 0, (admit,), (RowPlan("r", 0, 2, (1,), 2),), (), guesses={"r": (7777,)}, features=b"7777")
+    assert "7777" not in repr(plan)
+    assert "AdmitRow(request_id='r', num_prompt_tokens=1, block_ids=(1,)" in repr(plan)
 
 
 def test_closing_an_engine_that_has_failed_cuts_nothing_short(monkeypatch):

@@ -1,6 +1,7 @@
 """The step that goes to the executor, and the capacity that the executor reports.
 
-A `StepPlan` is a diff: a row is sent in full once, when admitted, and later only what changed.
+A `StepPlan` is a diff: a row is sent in full once, when admitted, and later only what changed. When a step fails, the log has
+its `repr`, which leaves out the contents of requests.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ class AdmitRow:
     """
 
     request_id: str
-    token_ids: tuple[int, ...]  # prompt and what was generated before a preemption
+    token_ids: tuple[int, ...] = field(repr=False)  # prompt and what was generated before a preemption
     num_prompt_tokens: int
     block_ids: tuple[int, ...]
     """In order of position. Null blocks stand for those that no layer reads any more, and for all blocks of padding."""
     num_computed_tokens: int  # positions whose KV those blocks hold
-    sampling: SamplingParams
+    sampling: SamplingParams = field(repr=False)
     second_at: int = 0  # position of the second text's first token in a pair; 0: one text
     adapter: int = BASE  # its adapter, placed before this step and kept until the row is released
     num_scored: int = 0
@@ -89,7 +90,7 @@ class StepPlan:
     rows: tuple[RowPlan, ...]
     releases: tuple[str, ...]  # requests to forget before anything else: finished, aborted or preempted
     saves: tuple[StateSave, ...] = ()  # of one row in order of position
-    guesses: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    guesses: Mapping[str, tuple[int, ...]] = field(default_factory=dict, repr=False)
     """Request id -> tokens that may follow its last known one; with `Capacity.checks_guesses`.
 
     They are the last tokens of the row's query. The row samples after its last known token and after each guess, and keeps
@@ -97,7 +98,7 @@ class StepPlan:
     """
     num_repeated: int = 0
     """KV positions that several requests hold, counted for each but one. For cost models: reading them again is cheaper."""
-    features: bytes | memoryview = b""
+    features: bytes | memoryview = field(default=b"", repr=False)
     """The content for `Program.given`: float32 [num_tokens, width], in order of the rows."""
 
     @property
