@@ -319,7 +319,7 @@ def test_the_prompt_of_a_beam_search_counts_once_and_its_tokens_have_no_gaps() -
 def test_a_key_is_told_the_prompt_of_several_choices_once(metrics):
     metrics.tenants = frozenset({"key"})
     for nth in range(3):
-        metrics.on_finish(make_end(tenant="key", shares_prompt=nth > 0))
+        metrics.on_finish(make_end(key="key", shares_prompt=nth > 0))
     assert value(metrics, "tenant_tokens_total", tenant="key", kind="prompt") == 50
     assert value(metrics, "tenant_tokens_total", tenant="key", kind="generation") == 15
 
@@ -472,7 +472,7 @@ def everything() -> tuple[Metrics, dict[str, object]]:
     metrics.count_routed("route")
     metrics.count_checked("pipeline", is_kept=True)
     metrics.on_step(make_step(guesses={"a": (2, 1)}, guess_sources={"a": "suffix"}))
-    metrics.on_finish(make_end(tenant="t"))
+    metrics.on_finish(make_end(key="t"))
     upstream = UpstreamStats(name="u", results={"ok": 1}, tokens={"prompt": 1}, is_resting=False)
     return metrics, {
         "upstreams": [upstream],

@@ -501,14 +501,16 @@ async def test_a_tenant_has_half_of_the_room_to_wait_for_a_load(monkeypatch, max
         assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
 
 
-async def test_a_refusal_while_a_model_loads_is_counted_for_its_key():
-    async with serving(max_waiting=0) as world:
+async def test_a_refusal_while_a_model_loads_is_counted_for_its_key(tmp_path):
+    (keys := tmp_path / "keys.toml").write_text('[[keys]]\nname = "alice"\nkey = "secret"\n')
+    headers = {"Authorization": "Bearer secret", "X-Tenant": "bob"}
+    async with serving(config=ServerConfig(api_keys_file=str(keys), trust_tenant_header=True), max_waiting=0) as world:
         world.of["a"].metrics.tenants = frozenset({"alice"})
         world.may_load.clear()
-        refused = await world.client.post("/v1/completions", json=ASK, headers={"X-Tenant": "alice"})
+        refused = await world.client.post("/v1/completions", json=ASK, headers=headers)
         assert refused.status_code == 429
         world.of["a"].max_waiting = 1
-        refused = await world.client.post("/v1/completions", json=ASK, headers={"X-Tenant": "alice", "X-Queue-Timeout-Ms": "1"})
+        refused = await world.client.post("/v1/completions", json=ASK, headers=headers | {"X-Queue-Timeout-Ms": "1"})
         assert refused.status_code == 503
         assert world.of["a"].metrics.tenant_requests["alice", "rejected"] == 2
         world.may_load.set()

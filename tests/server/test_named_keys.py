@@ -328,6 +328,23 @@ def test_metrics_and_the_log_tell_names_and_only_those(file, caplog):
     assert "secret" not in caplog.text + shown
 
 
+async def test_metrics_count_by_the_key_whatever_tenant_its_client_names(runtime, file):
+    """A tenant's name may be another key's: alice's gateway has a user bob."""
+    runtime.metrics.tenants = frozenset({"alice", "bob"})
+    async with make_client(runtime, api_keys_file=str(file), trust_tenant_header=True) as client:
+        for tenant in ("bob", "user7"):
+            headers = bearer("alice") | {"X-Tenant": tenant}
+            assert (await client.post(COMPLETIONS, json=ASK, headers=headers)).status_code == 200
+        runtime.engine.drain()
+        headers = bearer("alice") | {"X-Tenant": "bob"}
+        assert (await client.post(COMPLETIONS, json=ASK, headers=headers)).status_code == 503
+    metrics = runtime.metrics
+    with metrics.lock:
+        metrics.settle()
+    assert metrics.tenant_requests == {("alice", "ended"): 2, ("alice", "rejected"): 1}
+    assert metrics.tenant_tokens == {("alice", "prompt"): 2, ("alice", "generation"): 4}
+
+
 def test_a_priority_that_nobody_looks_at_is_told(file, caplog):
     with running(config=config(write(file, priority=1))):
         pass

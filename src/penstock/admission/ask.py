@@ -53,6 +53,8 @@ class Ask(Conditions):
     """Limit of each choice. None: the rest of the context."""
     min_new_tokens: int = 1
     tenant: str = ""
+    key: str = ""
+    """Name of the client's API key. Metrics count refusals by it."""
     claim: bytes | None = None
     """Equal for all retries of the same call. None if unknown."""
     adapter: AdapterRef | None = None

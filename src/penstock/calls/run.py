@@ -105,7 +105,7 @@ def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Entering]:
             yield entering
         except Rejected as rejected:
             if entering is None or rejected.reason is not RejectReason.QUEUE_FULL:  # `OffLoop` counts its own
-                running.metrics.count_rejected(rejected.reason, ask.tenant)
+                running.metrics.count_rejected(rejected.reason, ask.key)
             raise
         finally:
             if entering is not None:
@@ -115,7 +115,7 @@ def at_the_door(running: RunningModel, ask: Ask) -> Iterator[Entering]:
 def ask_of(terms: Terms, claim: bytes) -> Ask:
     """Return what admission must know of a call with these terms, except its size."""
     conditions = {name: getattr(terms, name) for name in _CONDITIONS}
-    return Ask(tenant=terms.owner.tenant, claim=claim, **conditions)
+    return Ask(tenant=terms.owner.tenant, key=terms.owner.key, claim=claim, **conditions)
 
 
 def _ask(call: Call) -> Ask:
@@ -347,6 +347,7 @@ def make_requests(
                     slo_ttft_ns=slo_ttft_ns,
                     slo_itl_ns=slo_itl_ns,
                     tenant=terms.owner.tenant,
+                    key=terms.owner.key,
                     cache_salt=salt,
                     conversation=terms.conversation,
                     adapter=call.adapter,

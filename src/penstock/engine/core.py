@@ -358,4 +358,5 @@ def request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestS
         slo_ttft_ns=request.slo_ttft_ns,
         is_beam=request.sampling.beams is not None,
         shares_prompt=request.shares_prompt,
+        key=request.key,
     )

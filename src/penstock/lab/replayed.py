@@ -204,6 +204,7 @@ class _Replay:
             reject_reason=departure.reject_reason,
             waits=arrival.waits,
             background=arrival.background,
+            key=arrival.tenant,
         )
         self._journal.on_finish(stats)
         self._metrics.on_finish(stats)

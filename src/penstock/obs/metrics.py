@@ -177,9 +177,9 @@ class Metrics:
         self.checked: Counter[tuple[str, str]] = Counter()
         """Checked answers of this model, by the pipeline and whether they were kept or withheld."""
         self.tenant_requests: Counter[tuple[str, str]] = Counter()
-        """By tenant and outcome: ended, rejected."""
+        """By name of the key and outcome: ended, rejected."""
         self.tenant_tokens: Counter[tuple[str, str]] = Counter()
-        """By tenant and kind: prompt, generation. As in a call's usage, a prompt with several choices counts once."""
+        """By name of the key and kind: prompt, generation. As in a call's usage, a prompt with several choices counts once."""
         self.read_load: Callable[[], EngineLoad] = EngineLoad
         self.read_signals: Callable[[], SustainedLoad] = SustainedLoad
         self.read_waste: Callable[[], float] = float
@@ -251,12 +251,15 @@ class Metrics:
         with self.lock:
             self.client_wait_ns += wait_ns
 
-    def count_rejected(self, reason: str, tenant: str = "") -> None:
-        """Count a request refused before it reached the engine. `reason` is a `RejectReason` value. Thread-safe."""
+    def count_rejected(self, reason: str, key: str = "") -> None:
+        """Count a request, sent with this key, refused before it reached the engine. `reason` is a `RejectReason` value.
+
+        Thread-safe.
+        """
         with self.lock:
             self.rejected[reason] += 1
-            if tenant in self.tenants:
-                self.tenant_requests[tenant, "rejected"] += 1
+            if key in self.tenants:
+                self.tenant_requests[key, "rejected"] += 1
 
     def count_restart(self) -> None:
         """Count a restart of the engine. Thread-safe."""
@@ -361,8 +364,8 @@ class Metrics:
         self.slo["itl", is_met] += 1
 
     def _count_finish(self, stats: RequestStats) -> None:
-        if stats.tenant in self.tenants:
-            self._count_tenant(stats)
+        if stats.key in self.tenants:
+            self._count_key(stats)
         if stats.first_token_ns is None and _is_our_doing(stats) and not stats.background:
             self._count_slo(stats.slo_ttft_ns, math.inf)
         is_rejected = _is_rejected(stats)
@@ -389,11 +392,11 @@ class Metrics:
         self.request_ns["prefill"] += token_ns - scheduled_ns
         self.request_ns["decode"] += ended_ns - token_ns
 
-    def _count_tenant(self, stats: RequestStats) -> None:
-        self.tenant_requests[stats.tenant, "rejected" if _is_rejected(stats) else "ended"] += 1
+    def _count_key(self, stats: RequestStats) -> None:
+        self.tenant_requests[stats.key, "rejected" if _is_rejected(stats) else "ended"] += 1
         if stats.first_token_ns is not None:
-            self.tenant_tokens[stats.tenant, "prompt"] += 0 if stats.shares_prompt else stats.num_prompt_tokens
-            self.tenant_tokens[stats.tenant, "generation"] += stats.num_generated_tokens
+            self.tenant_tokens[stats.key, "prompt"] += 0 if stats.shares_prompt else stats.num_prompt_tokens
+            self.tenant_tokens[stats.key, "generation"] += stats.num_generated_tokens
 
     def _observe_parts(self, parts_ns: Mapping[str, int]) -> None:
         for part, part_ns in parts_ns.items():

@@ -318,14 +318,14 @@ async def _loaded(deployment: Deployment, served: ServedModel, terms: Terms, lim
 
     Raises `Rejected` if too many requests wait for the model, or if loading takes longer than the request may wait.
     """
-    tenant, place = terms.owner.tenant, (_account(terms), num_bytes)
+    key, place = terms.owner.key, (_account(terms), num_bytes)
     if (refusal := _no_place(served, terms, num_bytes)) is not None:
-        raise _refused(served, tenant, *refusal, deployment.expected_wait_s(served))
+        raise _refused(served, key, *refusal, deployment.expected_wait_s(served))
     patience_s = (limit_ns - deployment.clock.now_ns()) / 1e9
     future = deployment.want(served, is_background=terms.background)  # load it even if this request can't wait so long
     expected_s = 0.0 if future.done() else deployment.expected_wait_s(served)
     if expected_s > patience_s:
-        raise _refused(served, tenant, RejectReason.UNAVAILABLE, f"The model {served.name} is being loaded.", expected_s)
+        raise _refused(served, key, RejectReason.UNAVAILABLE, f"The model {served.name} is being loaded.", expected_s)
     served.waiting.append(place)
     try:
         async with asyncio.timeout(max(0.0, patience_s)):
@@ -333,10 +333,10 @@ async def _loaded(deployment: Deployment, served: ServedModel, terms: Terms, lim
     except TimeoutError:
         expected_s = deployment.expected_wait_s(served)
         detail = f"The model {served.name} is being loaded."
-        raise _refused(served, tenant, RejectReason.UNAVAILABLE, detail, expected_s) from None
+        raise _refused(served, key, RejectReason.UNAVAILABLE, detail, expected_s) from None
     except Rejected as rejected:
         if not terms.background:  # which comes again
-            served.metrics.count_rejected(rejected.reason, tenant)
+            served.metrics.count_rejected(rejected.reason, key)
         raise
     finally:
         served.waiting.remove(place)
@@ -374,8 +374,8 @@ def _wait_limit_ns(terms: Terms, config: ServerConfig) -> int:
     return min([terms.queued_ns + int(config.load_timeout_s * 1e9), *(at_ns for at_ns, _, _ in terms.time_limits)])
 
 
-def _refused(served: ServedModel, tenant: str, reason: RejectReason, detail: str, retry_after_s: float) -> Rejected:
-    served.metrics.count_rejected(reason, tenant)
+def _refused(served: ServedModel, key: str, reason: RejectReason, detail: str, retry_after_s: float) -> Rejected:
+    served.metrics.count_rejected(reason, key)
     return Rejected(reason, detail, retry_after_s=retry_after_s)
 
 

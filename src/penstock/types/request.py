@@ -77,6 +77,7 @@ class Request:
     slo_itl_ns: int | None = None
     """Target of its inter-token latency, met if 99 % of its gaps are no longer."""
     tenant: str = ""
+    key: str = ""  # name of the client's API key, for metrics
     cache_salt: bytes = b""  # cached prefixes are shared only among requests of the same salt
     conversation: bytes = b""  # the conversation that the client named, hashed with the tenant
     predicted_new_tokens: int | None = None  # the output length that policies see

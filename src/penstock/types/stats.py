@@ -173,6 +173,7 @@ class RequestStats:
     shares_prompt: bool = False  # as in `Request`
     waits: WaitTimes = NO_WAITS
     background: bool = False
+    key: str = ""  # as in `Request`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,6 +162,7 @@ class Stage:
             max_tokens=max_tokens,
             stop_token_ids=(EOS_TOKEN_ID,),
             tenant=one.tenant,
+            key=one.tenant,
             background=one.background,
             waits=one.waits,
             slo_itl_ns=self.simulation.slo_itl_ns,

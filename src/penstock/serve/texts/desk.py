@@ -159,6 +159,7 @@ class RunningTexts:
             first_token_deadline_ns=None if has_begun else terms.first_token_deadline_ns,
             slo_ttft_ns=terms.slo_ttft_ns or self.running.admission.limits.slo_ttft_ns,
             tenant=terms.owner.tenant,
+            key=terms.owner.key,
             second_at=text.tokens.second_at,
         )
         return request
