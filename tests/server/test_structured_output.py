@@ -572,15 +572,15 @@ async def test_who_may_not_wait_so_long_is_told_while_others_grammars_are_compil
     async with slow_grammars() as (compiling, post, waiting):
         first = post(None, "a")
         await until(lambda: compiling.asked)
-        late = await post(None, "ab", **{header: "150"})
+        late = await post(None, "ab", **{header: "150", "X-SLO-TTFT-Ms": "100"})
         error = check(late, 408, "deadline_exceeded")
         assert "not compiled within the 150 ms" in error["message"]
         assert not waiting()
         compiling.may_go_on.set()
         assert (await first).status_code == 200
-        assert re.search(
-            f'^penstock_requests_rejected_total.*"{reason}".* 1\\.0$', await beside(late, "/metrics"), re.MULTILINE
-        )
+        metrics = await beside(late, "/metrics")
+        assert re.search(f'^penstock_requests_rejected_total.*"{reason}".* 1\\.0$', metrics, re.MULTILINE)
+        assert 'penstock_slo_attainment_total{met="false",model="toy",slo="ttft_asked"} 1.0\n' in metrics
     assert [grammar.source for grammar in compiling.asked] == ["a"]
 
 

@@ -280,6 +280,8 @@ async def _in_time(work: Awaitable[_Result], failure: str, running: RunningModel
         async with asyncio.timeout(max(0.0, (limit_ns - running.clock.now_ns()) / 1e9)):
             return await work
     except TimeoutError:
+        if not terms.background:
+            running.metrics.count_missed_ttft(terms.slo_ttft_ns)
         allowed_ms = (limit_ns - since_ns) / 1e6
         detail = f"Its {failure} within the {allowed_ms:g} ms that the request allows. Allow more, or send it again."
         raise Rejected(reason, detail) from None

@@ -261,6 +261,14 @@ class Metrics:
             if key in self.tenants:
                 self.tenant_requests[key, "rejected"] += 1
 
+    def count_missed_ttft(self, asked_ns: int | None) -> None:
+        """Count a missed first token, for a request that was cut before it reached the engine. Thread-safe.
+
+        `asked_ns`: the client's own target, if any.
+        """
+        with self.lock:
+            self._count_slo(asked_ns, math.inf)
+
     def count_restart(self) -> None:
         """Count a restart of the engine. Thread-safe."""
         with self.lock:
