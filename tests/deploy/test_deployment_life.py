@@ -651,6 +651,21 @@ def test_the_keeper_s_thread_loads_what_is_wanted() -> None:
     assert world.deployment.close()
 
 
+def test_a_model_whose_load_outlasts_the_server_is_closed_and_ended() -> None:
+    ends: list[list[tuple[str, int]]] = []
+    world = World(names="a", end=lambda: ends.append([*world.closed]))
+
+    def load() -> RunningModel:
+        running = world.load("a")
+        world.deployment.close()
+        return running
+
+    world.of["a"].load = load
+    world.want("a")
+    world.deployment.tend()
+    assert ends == [[], [("a", 0)]]
+
+
 def test_a_model_has_no_room_beside_a_step_that_does_not_come_back() -> None:
     world = World(budget_bytes=2)
     world.loaded("a")

@@ -517,6 +517,7 @@ class Deployment:
         if self.is_closing:
             running.engine.drain()  # `close` may have missed it
             running.close()
+            served.end()
 
     def _set_loaded(self, served: ServedModel, running: RunningModel, load_ns: int) -> None:
         running.on_unused = partial(self._on_unused, served)
