@@ -252,10 +252,7 @@ class Metrics:
             self.client_wait_ns += wait_ns
 
     def count_rejected(self, reason: str, key: str = "") -> None:
-        """Count a request, sent with this key, refused before it reached the engine. `reason` is a `RejectReason` value.
-
-        Thread-safe.
-        """
+        """Count a request of this key, refused before it reached the engine. `reason`: a `RejectReason` value. Thread-safe."""
         with self.lock:
             self.rejected[reason] += 1
             if key in self.tenants:
