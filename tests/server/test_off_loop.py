@@ -60,9 +60,26 @@ def held():
     held.release()
 
 
+class Pool(OffLoop):
+    """Takes names of tenants, or what `lane_of` returns."""
+
+    def run(self, size, work, name):
+        return super().run(size, work, of(name))
+
+    def render(self, name, size, work):
+        return super().render(of(name), size, work)
+
+    def compile(self, name, size, work, **options):
+        return super().compile(of(name), size, work, **options)
+
+
+def of(name):
+    return Owner(f"key of {name}", name) if isinstance(name, str) else name
+
+
 @pytest.fixture
 def pool():
-    pool = OffLoop()
+    pool = Pool()
     yield pool
     pool.close()
 
@@ -108,7 +125,7 @@ async def test_large_texts_of_a_tenant_hold_up_those_of_others_for_one_turn(monk
     def reading(tenant, work):
         return asyncio.create_task(pool.run(LARGE_SIZE + 1, lambda: (order.append(tenant), work()), tenant))
 
-    pool = OffLoop()
+    pool = Pool()
     with contextlib.closing(pool):
         tasks = [reading("a", held) for _ in range(4)]
         await until(lambda: held.num_begun)
@@ -179,7 +196,7 @@ async def test_the_large_bodies_of_one_key_do_not_fill_the_line_of_another(path,
 
 async def test_large_texts_of_many_tenants_are_bounded_together(monkeypatch, held):
     monkeypatch.setattr(off_loop, "MAX_SIZE_IN_FLIGHT", 4 * LARGE_SIZE)
-    pool = OffLoop()
+    pool = Pool()
     with contextlib.closing(pool):
         tasks = [asyncio.create_task(pool.run(2 * LARGE_SIZE, held, f"name-{number}")) for number in range(9)]
         await until(lambda: held.num_begun)
@@ -239,7 +256,7 @@ async def test_a_tenants_queue_is_bounded_and_others_come_in(pool, held, monkeyp
     with pytest.raises(Rejected, match="too many grammars") as refusal:
         await pool.compile("a", 1, held)
     assert refusal.value.reason is RejectReason.QUEUE_FULL
-    assert counted == [(RejectReason.QUEUE_FULL, "a")]
+    assert counted == [(RejectReason.QUEUE_FULL, "key of a")]
     assert refusal.value.retry_after_s
     assert await pool.run(LARGE_SIZE, threading.current_thread, "a") is not threading.current_thread()
     assert await pool.compile("b", 1, threading.current_thread) is not threading.current_thread()
@@ -264,7 +281,7 @@ async def test_work_for_batches_is_never_refused_and_takes_nobodys_room(monkeypa
     monkeypatch.setattr(off_loop, "MAX_JOBS", 2)
     monkeypatch.setattr(off_loop, "MAX_SIZE_IN_FLIGHT", 4 * LARGE_SIZE)
     monkeypatch.setattr(off_loop, "MAX_RENDER_S", 0.0)
-    batch, pool = lane_of("a", is_background=True), OffLoop()
+    batch, pool = lane_of(of("a"), is_background=True), Pool()
     with contextlib.closing(pool):
         tasks = await compiling(pool, batch, [held] * (MAX_GRAMMARS + 2))
         tasks += await rendering(pool, batch, [held] * 4)

@@ -274,8 +274,8 @@ class Terms(Conditions):
     """Identifies the conversation for the prefix cache, as `Request.conversation`. Empty if the client names none."""
 
     @property
-    def lane(self) -> str:
-        return lane_of(self.owner.tenant, is_background=self.background)
+    def lane(self) -> Owner:
+        return lane_of(self.owner, is_background=self.background)
 
     @property
     def time_limits(self) -> list[tuple[int, RejectReason, int]]:

@@ -16,6 +16,7 @@ from penstock.types.errors import MAX_TOLD_CHARS, Rejected, RejectReason, counte
 
 if TYPE_CHECKING:
     from penstock.text.fim import FillInTheMiddle
+    from penstock.types.request import Owner
 
 MAX_TEXT_CHARS = 2**20
 """Most characters of one text, unless the context has room for more. Tokenising them takes about a second."""
@@ -45,7 +46,7 @@ class Tokenised:
     """Further tokens that end the answers."""
 
 
-async def render(conversation: Conversation, running: RunningModel, tenant: str, num_bytes: int) -> TextPrompt:
+async def render(conversation: Conversation, running: RunningModel, lane: Owner, num_bytes: int) -> TextPrompt:
     """Return a chat's prompt. Raises `Rejected` if the template is missing, refuses, or has too many calls waiting.
 
     `num_bytes` is the size of the request's body.
@@ -53,7 +54,7 @@ async def render(conversation: Conversation, running: RunningModel, tenant: str,
     work = partial(render_here, conversation, running)
     try:
         require_chat_template(running.chat_template)
-        return await running.off_loop.render(tenant, num_bytes, work)
+        return await running.off_loop.render(lane, num_bytes, work)
     except Rejected as rejected:
         if rejected.param == "messages":
             rejected.param = conversation.param

@@ -34,7 +34,7 @@ from penstock.text.dialects import Dialect
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind, Lead, num_at_once
 from penstock.text.parameters import Types, match_literal
 from penstock.types.errors import Rejected, RejectReason, wrong
-from penstock.types.request import Request, WaitTimes
+from penstock.types.request import Owner, Request, WaitTimes
 from penstock.types.sampling import Matcher
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def plan_of_begun(conversation: Conversation | None, grammar: Grammar, dialect: 
     return AnswerPlan(begun=begun) if 0 < len(begun) <= MAX_BEGUN_CHARS and not may_be_call else None
 
 
-async def _begin(matchers: Sequence[Matcher], plan: AnswerPlan, running: RunningModel, lane: str) -> list[Matcher]:
+async def _begin(matchers: Sequence[Matcher], plan: AnswerPlan, running: RunningModel, lane: Owner) -> list[Matcher]:
     from penstock.text.answer_matcher import READ_COST, AnswerMatcher, begin_all
 
     cost = READ_COST if isinstance(matchers[0], AnswerMatcher) else 0  # a front's recipes are read by replicas
@@ -280,15 +280,14 @@ async def _in_time(work: Awaitable[_Result], failure: str, running: RunningModel
         async with asyncio.timeout(max(0.0, (limit_ns - running.clock.now_ns()) / 1e9)):
             return await work
     except TimeoutError:
-        if not terms.background:
-            running.metrics.count_missed_ttft(terms.slo_ttft_ns)
+        running.metrics.count_missed_ttft(terms.slo_ttft_ns)  # a line of a batch has neither limits nor targets
         allowed_ms = (limit_ns - since_ns) / 1e6
         detail = f"Its {failure} within the {allowed_ms:g} ms that the request allows. Allow more, or send it again."
         raise Rejected(reason, detail) from None
 
 
 async def _matchers_compiled(
-    number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, lane: str
+    number: int, grammar: Grammar, plan: AnswerPlan | None, running: RunningModel, lane: Owner
 ) -> list[Matcher]:
     grammars, off_loop, size = running.grammars, running.off_loop, number * len(grammar.source)
     can_share = size <= _MAX_INLINE_GRAMMAR_CHARS and num_at_once(plan, number) <= ANSWERS_PER_COMPILATION

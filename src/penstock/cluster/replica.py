@@ -47,7 +47,7 @@ from penstock.kv.prefix_cache import Recent
 from penstock.text.answer_matcher import READ_COST, begin_all
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import PenstockError, Rejected, RejectReason
-from penstock.types.request import FinishReason, Request
+from penstock.types.request import FinishReason, Owner, Request
 from penstock.types.sampling import Matcher
 from penstock.types.stats import AdapterCounts, EngineLoad
 
@@ -280,7 +280,7 @@ class Replica:
                 request.matcher = await self._matcher(work.recipe, request)
                 if (plan := work.recipe.plan) is not None and plan.begun:
                     own = request.tenant if request.background else f"{request.tenant}\0"  # behind no batch of the tenant
-                    lane = lane_of(own, is_background=True)  # never refused: the front has admitted the request
+                    lane = lane_of(Owner(tenant=own), is_background=True)  # never refused: the front has admitted the request
                     begin = partial(begin_all, [request.matcher])
                     [request.matcher] = await self._running.off_loop.run(READ_COST * len(plan.begun), begin, lane)
             request.matcher.accept(work.generated)
@@ -332,7 +332,7 @@ class Replica:
             return grammars.free_matcher(plan)
         if matchers := grammars.known(grammar, plan):
             return matchers[0]
-        lane = lane_of(request.tenant, is_background=request.background)
+        lane = lane_of(Owner(tenant=request.tenant), is_background=request.background)
         while True:  # retry if the queue is full: the front has already admitted the request
             prepare = partial(grammars.prepare, grammar, plan)
             try:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from penstock.types.errors import Rejected, RejectReason
+from penstock.types.request import Owner
 
 _Result = TypeVar("_Result")
 
@@ -46,13 +47,13 @@ RETRY_AFTER_S = 5.0
 _BATCH = "\0batch"  # no tenant's name contains a zero byte
 
 
-def lane_of(tenant: str, *, is_background: bool) -> str:
-    """Return the name under which a tenant's work takes turns: lines of batches do not hold up its other requests."""
-    return tenant + _BATCH if is_background else tenant
+def lane_of(owner: Owner, *, is_background: bool) -> Owner:
+    """Return the owner, with another tenant for lines of batches: they do not hold up the tenant's other requests."""
+    return owner._replace(tenant=owner.tenant + _BATCH) if is_background else owner
 
 
-def _is_background(lane: str) -> bool:
-    return lane.endswith(_BATCH)
+def _is_background(tenant: str) -> bool:
+    return tenant.endswith(_BATCH)
 
 
 def give_way() -> None:
@@ -89,7 +90,7 @@ async def in_daemon(work: Callable[[], _Result]) -> _Result:
 class OffLoop:
     """Threads and bounded queues for a model's work that is too long for the event loop. Any thread may call `close`."""
 
-    def __init__(self, count_rejected: Callable[[RejectReason, str], None] = lambda _reason, _tenant: None) -> None:
+    def __init__(self, count_rejected: Callable[[RejectReason, str], None] = lambda _reason, _key: None) -> None:
         self._small = _Line(2, "small")
         self._answers = _Line(1, "answers")
         self._large = FairLine(1, "large", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT, keeps_results=True)
@@ -97,38 +98,38 @@ class OffLoop:
         self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS, max_size=MAX_SIZE_IN_FLIGHT)
         self._count_rejected = count_rejected
 
-    async def run(self, size: int, work: Callable[[], _Result], tenant: str) -> _Result:
+    async def run(self, size: int, work: Callable[[], _Result], lane: Owner) -> _Result:
         """Do `work` and return its result. If `size`, in characters or bytes, is above `INLINE_MAX_SIZE`, do it in a thread.
 
-        Tenants take turns above `LARGE_SIZE`, batches always. Raises `Rejected`: QUEUE_FULL if too much waits and `tenant` is
-        not a batch's lane, DRAINING when the server ends.
+        Tenants take turns above `LARGE_SIZE`, batches always. Raises `Rejected`: QUEUE_FULL if too much waits and `lane` is not
+        a batch's, DRAINING when the server ends.
         """
         if size <= INLINE_MAX_SIZE:
             return work()
-        if size > LARGE_SIZE or _is_background(tenant):
-            return await self._in_turn(self._large, "long texts", tenant, size, work)
+        if size > LARGE_SIZE or _is_background(lane.tenant):
+            return await self._in_turn(self._large, "long texts", lane, size, work)
         if self._small.is_full(size):
-            raise self._full("long texts", tenant)
+            raise self._full("long texts", lane)
         return await self._small.do(size, work)
 
-    async def parse(self, num_bytes: int, work: Callable[[], _Result], tenant: str) -> _Result:
+    async def parse(self, num_bytes: int, work: Callable[[], _Result], lane: Owner) -> _Result:
         """Parse a body: like `run`, but on the event loop if it has at most `INLINE_MAX_BODY` bytes."""
-        return work() if num_bytes <= INLINE_MAX_BODY else await self.run(num_bytes, work, tenant)
+        return work() if num_bytes <= INLINE_MAX_BODY else await self.run(num_bytes, work, lane)
 
-    async def render(self, tenant: str, size: int, work: Callable[[], _Result]) -> _Result:
+    async def render(self, lane: Owner, size: int, work: Callable[[], _Result]) -> _Result:
         """Render a chat template in a thread, within `MAX_RENDER_S` unless for a batch. Tenants take turns. Raises as `run`."""
         try:
-            async with asyncio.timeout(None if _is_background(tenant) else MAX_RENDER_S):
-                return await self._in_turn(self._templates, "conversations", tenant, size, work)
+            async with asyncio.timeout(None if _is_background(lane.tenant) else MAX_RENDER_S):
+                return await self._in_turn(self._templates, "conversations", lane, size, work)
         except TimeoutError:
-            raise self._full("conversations", tenant) from None
+            raise self._full("conversations", lane) from None
 
-    async def compile(self, tenant: str, size: int, work: Callable[[], _Result], *, key: Hashable = None) -> _Result:
+    async def compile(self, lane: Owner, size: int, work: Callable[[], _Result], *, key: Hashable = None) -> _Result:
         """Compile a grammar in a thread. Tenants take turns. Raises as `run`.
 
         Calls with the same key share the work, which must not raise.
         """
-        return await self._in_turn(self._grammars, "grammars", tenant, size, work, key)
+        return await self._in_turn(self._grammars, "grammars", lane, size, work, key)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """Do the last work of an answer, as `run` does, but never refuse it."""
@@ -147,22 +148,22 @@ class OffLoop:
             line.close()
 
     async def _in_turn(
-        self, line: FairLine, what: str, tenant: str, size: int, work: Callable[[], _Result], key: Hashable = None
+        self, line: FairLine, what: str, lane: Owner, size: int, work: Callable[[], _Result], key: Hashable = None
     ) -> _Result:
-        job = line.join(tenant, size, work, key)
+        job = line.join(lane.tenant, size, work, key)
         if job is None:
-            raise self._full(what, tenant)
+            raise self._full(what, lane)
         try:
             result: _Result = await _result_of(job.done, is_shared=True)
             return result
         except asyncio.CancelledError:
-            line.leave(tenant, job)
+            line.leave(lane.tenant, job)
             raise
         finally:
             del job  # breaks a reference cycle, as in `_Line.do`
 
-    def _full(self, what: str, tenant: str) -> Rejected:
-        self._count_rejected(RejectReason.QUEUE_FULL, tenant)
+    def _full(self, what: str, lane: Owner) -> Rejected:
+        self._count_rejected(RejectReason.QUEUE_FULL, lane.key)
         return Rejected(RejectReason.QUEUE_FULL, f"too many {what} are being read already", retry_after_s=RETRY_AFTER_S)
 
 

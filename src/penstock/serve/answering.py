@@ -32,6 +32,7 @@ from penstock.serve.streams import NewWriter, respond
 from penstock.serve.terms import read_lane, read_owner
 from penstock.serve.trials import is_one_answer, said_in, whole_answer
 from penstock.types.errors import TENANT_REASONS, ModelAway, Rejected
+from penstock.types.request import Owner
 
 _T = TypeVar("_T")
 
@@ -261,12 +262,12 @@ async def answer_in_thread(make: Callable[[], object]) -> Response:
     return Response(content, media_type="application/json")
 
 
-async def answer_off_loop(running: RunningModel, size: int, make: Callable[[], object], tenant: str) -> Response:
+async def answer_off_loop(running: RunningModel, size: int, make: Callable[[], object], owner: Owner) -> Response:
     """Return the result of `make` as JSON. If its input is large (`size`), `make` runs off the event loop.
 
     The caller keeps the model in use.
     """
-    content = await running.off_loop.run(size, lambda: fast_json.dumps(make()), tenant)
+    content = await running.off_loop.run(size, lambda: fast_json.dumps(make()), owner)
     return Response(content, media_type="application/json")
 
 
@@ -278,11 +279,11 @@ async def answer_prompt(
     make: Callable[[TextPrompt, RunningModel], object],
 ) -> Response:
     """Return the result of `make` for a prompt as JSON. The chat template first makes a text of a conversation."""
-    tenant = read_owner(http.scope).tenant
+    owner = read_owner(http.scope)
     with running.using():
         if isinstance(prompt, Conversation):
-            prompt = await unless_gone(http, render(prompt, running, tenant, len(data)))
-        return await answer_off_loop(running, max(len(data), len(prompt.text)), partial(make, prompt, running), tenant)
+            prompt = await unless_gone(http, render(prompt, running, owner, len(data)))
+        return await answer_off_loop(running, max(len(data), len(prompt.text)), partial(make, prompt, running), owner)
 
 
 def call_endpoint(body: type[_Body], read: Callable[[_Body, Asked], Made], reader: Reader, in_flight: InFlight) -> JsonEndpoint:

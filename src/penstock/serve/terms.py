@@ -125,9 +125,9 @@ def is_local_only(scope: Scope) -> bool:
     return course_of(scope).is_local_only or any(wish.lower() not in (b"", b"0", b"false") for wish in wishes)
 
 
-def read_lane(scope: Scope) -> str:
-    """Return the name under which the request's work takes turns off the event loop. Raises 400."""
-    return lane_of(read_owner(scope).tenant, is_background=course_of(scope).is_background)
+def read_lane(scope: Scope) -> Owner:
+    """Return the owner under whose tenant the request's work takes turns off the event loop. Raises 400."""
+    return lane_of(read_owner(scope), is_background=course_of(scope).is_background)
 
 
 def _limits_of(key: ApiKey | None) -> TenantLimits | None:

@@ -69,7 +69,7 @@ class LlamaEndpoint:
         body = await self._parts.reader.body(data, LlamaTokenizeBody, http.scope)
         running = find_model(body.model, self._parts.deployment, http.scope)
         with running.using():
-            return await answer_off_loop(running, len(data), partial(_tokens, body, running), read_owner(http.scope).tenant)
+            return await answer_off_loop(running, len(data), partial(_tokens, body, running), read_owner(http.scope))
 
 
 def _input_tokens(prompt: TextPrompt, running: RunningModel) -> InputTokens:

@@ -265,7 +265,7 @@ class TeiEndpoint:
         body = await self._parts.reader.body(data, TeiTokenizeBody, http.scope)
         running = self._model(http, body.model)
         with running.using():
-            content = await running.off_loop.run(len(data), partial(_tokens, body, running), read_owner(http.scope).tenant)
+            content = await running.off_loop.run(len(data), partial(_tokens, body, running), read_owner(http.scope))
         return Response(content, media_type="application/json")
 
     def _model(self, http: HttpRequest, name: str | None = None) -> RunningModel:

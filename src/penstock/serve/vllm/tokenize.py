@@ -70,7 +70,7 @@ class TokenizeEndpoint:
         body = await self._reader.body(data, DetokenizeBody, http.scope)
         running = find_model(body.model, self._reader.deployment, http.scope)
         with running.using():
-            return await answer_off_loop(running, len(data), partial(_text, body, running), read_owner(http.scope).tenant)
+            return await answer_off_loop(running, len(data), partial(_text, body, running), read_owner(http.scope))
 
     def _read(self, data: bytes, scope: Scope) -> tuple[RunningModel, TextPrompt | Conversation, TokenizeBody]:
         body = parse_body(data, TokenizeBody, self._reader.ignored)
