@@ -157,12 +157,14 @@ async def test_a_deadline_that_cannot_be_met_is_refused_at_once():
         ("/v1/embeddings", {"input": "a" * 10_000}, "context_length"),
     ],
 )
-async def test_a_call_that_is_refused_behind_the_door_is_counted(path, body, reason):
+async def test_a_call_that_is_refused_behind_the_door_is_counted(path, body, reason, tmp_path):
+    (keys := tmp_path / "keys.toml").write_text('[[keys]]\nname = "acme"\nkey = "secret"\n')
     runtime = make_text_runtime() if "input" in body else make_runtime()
     runtime.metrics.tenants = frozenset({"acme"})
     try:
-        async with make_client(runtime) as client:
-            assert (await client.post(path, json=body, headers={"X-Tenant": "acme"})).status_code == 400
+        async with make_client(runtime, api_keys_file=str(keys)) as client:
+            client.headers["Authorization"] = "Bearer secret"
+            assert (await client.post(path, json=body)).status_code == 400
             assert await metric(client, f'requests_rejected_total{{model="toy",reason="{reason}"}}') == 1
             assert runtime.metrics.tenant_requests["acme", "rejected"] == 1
     finally:
