@@ -25,6 +25,10 @@ class PenstockError(Exception):
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".strip()
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # A subclass's own parameters are not in `args`, with which `Exception` would be made again.
+        return type(self).__new__, (type(self), *self.args), self.__dict__
+
     def without_folders(self) -> str:
         """Return the message for clients that must not see where files lie: absolute paths are cut to their last part."""
         return _FOLDERS.sub("", str(self))
