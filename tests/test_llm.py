@@ -242,6 +242,17 @@ def test_a_chat_is_made_a_prompt_by_the_template(model: LLM) -> None:
         model.chat([{"role": "nobody", "content": "a"}])
 
 
+def test_what_a_chat_does_not_support_is_refused_as_by_the_server(model: LLM) -> None:
+    call = {"role": "assistant", "content": "", "function_call": {"name": "f", "arguments": "{}"}}
+    neutral: dict[str, Any] = {"chat_template": None}
+    assert only(model.chat([{**CONVERSATION[0], "refusal": None}], GREEDY, **neutral)).finished
+    with pytest.raises(PenstockError, match=r"'messages\[1\]\.function_call' is not supported"):
+        model.chat([*CONVERSATION, call], GREEDY)
+    options: dict[str, Any] = {"chat_template": "{{ messages[0].content }}"}
+    with pytest.raises(PenstockError, match="'chat_template' is not supported"):
+        model.chat(CONVERSATION, GREEDY, **options)
+
+
 def test_an_answer_is_what_the_server_says(model: LLM) -> None:
     """With the same seed, the parameters of one and the fields of the other mean the same."""
     fields: dict[str, Any] = {

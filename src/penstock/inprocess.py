@@ -408,12 +408,13 @@ class Asked:
             remedy = "Set chat_template (--chat-template), or have a text continued (generate; penstock run --raw)."
             raise ConfigError(f"{running.name} has no chat template, or only named ones.", remedy=remedy)
         from penstock.calls.prompts import render_here
+        from penstock.serve.bodies import check_part
         from penstock.serve.messages import ChatTemplateFields, read_conversation_with_tools
 
         messages = [dict(message) if isinstance(message, Mapping) else message for message in prompt]
         fields = {name: _plain(value) for name, value in self.template.items()}
         with own_errors():
-            conversation = read_conversation_with_tools(ChatTemplateFields.model_validate({**fields, "messages": messages}))
+            conversation = read_conversation_with_tools(check_part({**fields, "messages": messages}, ChatTemplateFields))
         return render_here(conversation, running), conversation
 
 

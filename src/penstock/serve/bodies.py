@@ -297,23 +297,19 @@ def parse_body(data: bytes, body_type: type[_Body], ignored: IgnoredParameters |
     value = load_json(data)
     if ignored is not None and isinstance(value, dict):
         ignored.note(body_type.drop_unknown(value))
-    try:
-        body = body_type.model_validate(value)
-    except ValidationError as error:
-        raise from_finding(error.errors(include_url=False)[0]) from None
-    _refuse_unsupported(body)
+    body = check_part(value, body_type)
     body.check_rules()
     return body
 
 
 def check_part(value: Any, part_type: type[_Body], *place: str | int) -> _Body:
-    """Return a checked part of a body, such as a message. `place`: its path in the body. Raises 400."""
+    """Return a body, or a part of one such as a message, with checked fields. `place`: the part's path. Raises 400."""
     try:
         part = part_type.model_validate(value)
     except ValidationError as error:
         finding = error.errors(include_url=False)[0]
         raise from_finding({**finding, "loc": (*place, *finding["loc"])}) from None
-    _refuse_unsupported(part, prefix=f"{param_path(place)}.")
+    _refuse_unsupported(part, prefix=f"{param_path(place)}." if place else "")
     return part
 
 
