@@ -34,7 +34,7 @@ from penstock.serve.app import create_app
 from penstock.testing import make_request
 from penstock.types.errors import NotEnoughMemory, Rejected
 from penstock.types.plan import Ticket
-from penstock.types.request import FinishReason
+from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult
 from support.deployments import deployment_of
 from support.parity.encoder_cases import ENCODERS, write_encoder
@@ -628,13 +628,37 @@ def test_a_failed_engine_is_an_error_and_then_made_anew(path: Path, monkeypatch:
         good = only(model.generate("in the", GREEDY)).outputs
         with monkeypatch.context() as broken:
             broken.setattr("penstock.backends.reference.executor.ReferenceExecutor.collect", fail)
-            with pytest.raises(PenstockError, match="the engine failed"):
+            with pytest.raises(PenstockError, match=r"; the log says why\. .*sk again"):
                 model.generate("in the", GREEDY)
         end_s = time.monotonic() + 20
         while engine_of(model).state is not EngineState.READY:
             assert time.monotonic() < end_s
             time.sleep(0.01)
         assert only(model.generate("in the", GREEDY)).outputs == good
+
+
+@pytest.mark.parametrize(
+    ("state", "remedy"),
+    [
+        (EngineState.READY, ""),
+        (EngineState.RESTARTING, " The engine restarts after a failure: ask again in a few seconds."),
+        (EngineState.FAILED, " The engine failed too often: load the model again."),
+    ],
+)
+def test_an_engine_that_does_not_run_says_whether_it_will(
+    model: LLM, monkeypatch: pytest.MonkeyPatch, state: EngineState, remedy: str
+) -> None:
+    supervisor = engine_of(model)
+
+    def refuse(*requests: Request) -> None:
+        supervisor._engine._outbox.add(requests)
+        supervisor._engine._refuse(requests)
+
+    monkeypatch.setattr(supervisor, "submit", refuse)
+    monkeypatch.setattr(type(supervisor), "state", state)
+    with pytest.raises(PenstockError) as refused:
+        model.generate("in the", GREEDY)
+    assert str(refused.value) == f"the engine is not running.{remedy}"
 
 
 class Terminal(io.StringIO):

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Self, TypedDict, TypeGuard, TypeVar
 
+from penstock.engine.state import EngineState
 from penstock.types.encoder import TextTokens
 from penstock.types.errors import ConfigError, PenstockError, Rejected, RejectReason
 from penstock.types.request import FinishReason, Request
@@ -319,17 +320,25 @@ class Reading:
         for chunk in await self._stream.next_chunks():
             answer, choice = self._of[chunk.request_id]
             if chunk.finish_reason not in (None, FinishReason.STOP, FinishReason.LENGTH):
-                self._failure = ended_early(chunk, "answer")
+                self._failure = ended_early(chunk, "answer", answer.running)
                 chunk.finish_reason = None  # what it says is shown, but does not finish the answer
             choice.add(chunk, answer.running)
             touched.add(answer)
         return touched
 
 
-def ended_early(chunk: OutputChunk, what: str) -> PenstockError:
-    """Return the error for a request that the engine ended. The remedy is to retry, unless the engine refused the request."""
+_REMEDIES = {
+    EngineState.RESTARTING: "The engine restarts after a failure: ask again in a few seconds.",
+    EngineState.FAILED: "The engine failed too often: load the model again.",
+}
+
+
+def ended_early(chunk: OutputChunk, what: str, running: RunningModel) -> PenstockError:
+    """Return the error for a request that the engine ended. If the engine runs, the remedy is to retry, unless the engine
+    refused the request."""
+    detail = (chunk.detail or f"The engine ended the {what}").removesuffix(".")
     remedy = "" if chunk.finish_reason is FinishReason.REJECTED else "Ask again."
-    return PenstockError(chunk.detail or f"The engine ended the {what}.", remedy=remedy)
+    return PenstockError(f"{detail}.", remedy=_REMEDIES.get(running.engine.state, remedy))
 
 
 def _logprobs_of(entry: TokenLogprobs, running: RunningModel) -> dict[int, Logprob]:

@@ -320,7 +320,7 @@ class AsyncLLM(_Facts):
                     while chunks := await stream.next_chunks():
                         for chunk in chunks:
                             if chunk.finish_reason is not FinishReason.STOP:
-                                raise ended_early(chunk, "text")
+                                raise ended_early(chunk, "text", running)
                             found[chunk.request_id] = chunk.states
                         count(len(chunks))
 

@@ -29,7 +29,7 @@ from penstock.types.stats import EngineLoad
 
 _logger = logging.getLogger(__name__)
 
-ENGINE_FAILED = "the engine failed while this request was running; the server's log says why"
+ENGINE_FAILED = "the engine failed while this request was running; the log says why"
 ENGINE_STUCK = "a step of the engine did not end in time while this request was running"
 ABORT_GRACE_S = 10.0
 
