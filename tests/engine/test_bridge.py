@@ -76,8 +76,8 @@ async def test_chunks_arrive_in_order_and_the_stream_ends(bridge, engine):
     assert bridge.num_open_requests == 0
 
 
-async def collect(bridge, texts):
-    async for piece in chunks_of(bridge, make_request()):
+async def collect(bridge, texts, request_id="r0"):
+    async for piece in chunks_of(bridge, make_request(request_id)):
         texts.append(piece.text)
 
 
@@ -214,6 +214,32 @@ def test_the_bridge_serves_one_loop_after_another(bridge):
     assert asyncio.run(ask()) == ["x"]
     bridge.deliver([chunk()])  # No loop listens now.
     assert asyncio.run(ask()) == ["x"]
+
+
+def test_streams_that_a_closed_loop_left_open_are_aborted(bridge, engine):
+    async def leave_open():
+        return bridge.open([make_request()])
+
+    left = asyncio.run(leave_open())
+    texts = []
+
+    async def ask():
+        reader = asyncio.create_task(collect(bridge, texts, "r1"))
+        await asyncio.sleep(0)
+        left.close()
+        deliver_from_thread(bridge, [[chunk(text="late"), chunk("r1", finish=FinishReason.STOP)]])
+        await reader
+
+    asyncio.run(ask())
+    assert texts == ["x"]
+    assert engine.aborted[0] == ("r0", "its event loop was closed")
+    assert bridge.num_open_requests == 0
+
+
+async def test_streams_open_in_another_loop_are_left_alone(bridge):
+    with bridge.open([make_request()]), pytest.raises(RuntimeError, match="another event loop"):
+        await asyncio.to_thread(asyncio.run, collect(bridge, [], "r1"))
+    assert bridge.num_open_requests == 0
 
 
 def test_merging_keeps_each_requests_order_and_the_last_words():

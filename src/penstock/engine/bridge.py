@@ -154,6 +154,10 @@ class Bridge:
     def _bind(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._loop is loop:
             return
+        if self._loop is not None and self._loop.is_closed():
+            for request_id in [*self._readers]:
+                self.forget(request_id)
+                self.abort(request_id, "its event loop was closed")
         if self._readers:
             raise RuntimeError("streams are open in another event loop")
         with self._lock:
