@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -32,9 +33,9 @@ from penstock.engine.state import EngineState
 from penstock.llm import _own_resources
 from penstock.serve.app import create_app
 from penstock.testing import make_request
-from penstock.types.errors import NotEnoughMemory, Rejected
+from penstock.types.errors import NotEnoughMemory, Rejected, RejectReason
 from penstock.types.plan import Ticket
-from penstock.types.request import FinishReason, Request
+from penstock.types.request import FinishReason
 from penstock.types.result import StepResult
 from support.deployments import deployment_of
 from support.parity.encoder_cases import ENCODERS, write_encoder
@@ -638,27 +639,18 @@ def test_a_failed_engine_is_an_error_and_then_made_anew(path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("state", "remedy"),
+    ("reason", "state", "remedy"),
     [
-        (EngineState.READY, ""),
-        (EngineState.RESTARTING, " The engine restarts after a failure: ask again in a few seconds."),
-        (EngineState.FAILED, " The engine failed too often: load the model again."),
+        (RejectReason.UNAVAILABLE, EngineState.READY, ""),
+        (RejectReason.UNAVAILABLE, EngineState.RESTARTING, " The engine restarts after a failure: ask again in a few seconds."),
+        (RejectReason.UNAVAILABLE, EngineState.FAILED, " The engine failed too often: load the model again."),
+        (RejectReason.NEVER_FITS, EngineState.RESTARTING, ""),
     ],
 )
-def test_an_engine_that_does_not_run_says_whether_it_will(
-    model: LLM, monkeypatch: pytest.MonkeyPatch, state: EngineState, remedy: str
-) -> None:
-    supervisor = engine_of(model)
-
-    def refuse(*requests: Request) -> None:
-        supervisor._engine._outbox.add(requests)
-        supervisor._engine._refuse(requests)
-
-    monkeypatch.setattr(supervisor, "submit", refuse)
-    monkeypatch.setattr(type(supervisor), "state", state)
-    with pytest.raises(PenstockError) as refused:
-        model.generate("in the", GREEDY)
-    assert str(refused.value) == f"the engine is not running.{remedy}"
+def test_a_refusal_says_whether_an_engine_that_failed_will_run(reason: RejectReason, state: EngineState, remedy: str) -> None:
+    refusal = OutputChunk("r0", "", (), (), 0, finish_reason=FinishReason.REJECTED, detail="No.", reject_reason=reason.value)
+    running: Any = SimpleNamespace(engine=SimpleNamespace(state=state))
+    assert str(inprocess.ended_early(refusal, "answer", running)) == f"No.{remedy}"
 
 
 class Terminal(io.StringIO):

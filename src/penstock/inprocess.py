@@ -334,11 +334,13 @@ _REMEDIES = {
 
 
 def ended_early(chunk: OutputChunk, what: str, running: RunningModel) -> PenstockError:
-    """Return the error for a request that the engine ended. If the engine runs, the remedy is to retry, unless the engine
-    refused the request."""
+    """Return the error for a request that the engine ended. The remedy for an engine that does not run depends on its state.
+    Otherwise the remedy is to retry, unless the engine refused the request."""
     detail = (chunk.detail or f"The engine ended the {what}").removesuffix(".")
     remedy = "" if chunk.finish_reason is FinishReason.REJECTED else "Ask again."
-    return PenstockError(f"{detail}.", remedy=_REMEDIES.get(running.engine.state, remedy))
+    if chunk.reject_reason == RejectReason.UNAVAILABLE:
+        remedy = _REMEDIES.get(running.engine.state, remedy)
+    return PenstockError(f"{detail}.", remedy=remedy)
 
 
 def _logprobs_of(entry: TokenLogprobs, running: RunningModel) -> dict[int, Logprob]:

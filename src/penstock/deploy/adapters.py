@@ -640,7 +640,7 @@ class Adapters:
             reading.failure = f"{path.name}: there is no memory for the adapter."
         except Exception as error:
             _log.exception("%s: the adapter can't be loaded", path)
-            reading.failure = f"{path.name}: {type(error).__name__}. The server's log has the cause."
+            reading.failure = f"{path.name}: {type(error).__name__}. The log has the cause."
 
     def _take(self, path: Path, reading: _Reading, num_bytes: int) -> None:
         """Reserve `num_bytes` for reading an adapter's files, and evict adapters for them. Raises ModelError or `Rejected`."""

@@ -19,7 +19,7 @@ LOAD_TIMEOUT_NS = 10_000_000_000
 KEPT_NS = 1_000_000_000
 """How long a row and blocks are reserved for a request that waits for its adapter."""
 DEFAULT_MAX_ADAPTERS = 32
-ADAPTER_NOT_LOADED = f"The adapter was not loaded within {LOAD_TIMEOUT_NS // 10**9} s. The server's log may say why."
+ADAPTER_NOT_LOADED = f"The adapter was not loaded within {LOAD_TIMEOUT_NS // 10**9} s. The log may say why."
 NO_ADAPTERS = "The server has no adapters. Start it with --lora-modules or --lora-dir."
 
 
