@@ -216,11 +216,12 @@ def test_the_bridge_serves_one_loop_after_another(bridge):
     assert asyncio.run(ask()) == ["x"]
 
 
-def test_streams_that_a_closed_loop_left_open_are_aborted(bridge, engine):
-    async def leave_open():
-        return bridge.open([make_request()])
+async def leave_open(bridge, request_id="r0"):
+    return bridge.open([make_request(request_id)])
 
-    left = asyncio.run(leave_open())
+
+def test_streams_that_a_closed_loop_left_open_are_aborted(bridge, engine):
+    left = asyncio.run(leave_open(bridge))
     texts = []
 
     async def ask():
@@ -236,10 +237,17 @@ def test_streams_that_a_closed_loop_left_open_are_aborted(bridge, engine):
     assert bridge.num_open_requests == 0
 
 
-async def test_streams_open_in_another_loop_are_left_alone(bridge):
-    with bridge.open([make_request()]), pytest.raises(RuntimeError, match="another event loop"):
-        await asyncio.to_thread(asyncio.run, collect(bridge, [], "r1"))
-    assert bridge.num_open_requests == 0
+async def test_streams_open_in_another_loop_are_left_alone(bridge, engine):
+    with bridge.open([make_request()]):
+        with pytest.raises(RuntimeError, match="streams are open in another event loop"):
+            await asyncio.to_thread(asyncio.run, leave_open(bridge, "r1"))
+        assert bridge.num_open_requests == 1
+        assert engine.aborted == []
+
+
+def test_a_stream_is_not_read_in_another_loop(bridge):
+    with asyncio.run(leave_open(bridge)) as left, pytest.raises(RuntimeError, match="opened in another event loop"):
+        asyncio.run(asyncio.wait_for(left.next_chunks(), 20))
 
 
 def test_merging_keeps_each_requests_order_and_the_last_words():

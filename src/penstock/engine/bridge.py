@@ -194,6 +194,7 @@ class Stream:
 
     def __init__(self, bridge: Bridge, request_ids: Sequence[str]) -> None:
         self._bridge = bridge
+        self._loop = asyncio.get_running_loop()
         self._unfinished = dict.fromkeys(request_ids)
         self._chunks: list[OutputChunk] = []
         self._waiter: asyncio.Future[None] | None = None
@@ -211,7 +212,10 @@ class Stream:
     async def next_chunks(self) -> list[OutputChunk]:
         """Return all chunks that have come, or wait for the next ones. At most one per request. For one reader at a time."""
         if self._unfinished and not self._chunks:
-            self._waiter = asyncio.get_running_loop().create_future()
+            loop = asyncio.get_running_loop()
+            if loop is not self._loop:  # no chunk would ever wake it
+                raise RuntimeError("the stream was opened in another event loop")
+            self._waiter = loop.create_future()
             try:
                 await self._waiter
             finally:
