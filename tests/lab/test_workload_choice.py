@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.lab.arrivals import mean_rate
+from penstock.lab.arrivals import mean_rate, num_arrivals
 from penstock.lab.synthetic import NAMED, Lengths
 from penstock.lab.workload_choice import WorkloadChoice, make_workload, parse_stages, parse_tenants
 from penstock.types.errors import PenstockError
@@ -107,7 +107,11 @@ def test_options_of_arrivals_imply_their_kind(fields: dict[str, object], words: 
 
 
 def test_stages_make_as_many_requests_as_they_last_for() -> None:
-    assert len(make_workload(WorkloadChoice(stages=((2.0, 60.0), (10.0, 30.0)))).jobs) == 420
+    choice = WorkloadChoice(stages=((2.0, 60.0), (10.0, 30.0)))
+    assert len(make_workload(choice).jobs) == 420
+    talks = make_workload(replace(choice, sessions=5))
+    assert len(talks.jobs) == 5 * 420
+    assert num_arrivals(talks) == 420, "later turns don't count towards a rate"
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,8 @@ def _synthetic(choice: WorkloadChoice) -> Workload:
         raise ConfigError("--prefix-groups needs a shared prefix.", remedy="Set --prefix-tokens.")
     prompt, output = NAMED[choice.workload]
     lengths = Lengths.parse(choice.input_tokens or prompt), Lengths.parse(choice.output_tokens or output)
-    count = choice.requests or round(sum(rate * seconds for rate, seconds in choice.stages)) or DEFAULT_REQUESTS
+    num_roots = round(sum(rate * seconds for rate, seconds in choice.stages))
+    count = choice.requests or choice.sessions * num_roots or DEFAULT_REQUESTS
     if count > MAX_REQUESTS:
         raise ConfigError(f"The stages make {count} requests.", remedy=f"At most {MAX_REQUESTS} can be generated.")
     made_up = synthetic(choice.workload, count, prompt=lengths[0], output=lengths[1], seed=choice.seed)
