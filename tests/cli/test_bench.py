@@ -61,6 +61,7 @@ def test_a_run_is_shown_and_written(penstock: Penstock, serve, tmp_path: Path) -
     assert done.returncode == 0, done.stderr
     for word in ("TTFT", "TPOT", "canned", "nobody 1.2", server.url):
         assert word in done.stdout
+    assert "prefix cache" not in done.stdout, "the server reports no cached tokens"
     assert "Lengths of prompts are estimated" in done.stdout
     assert "Lengths of prompts are estimated" in done.stderr
     asked = completions(server)

@@ -87,6 +87,7 @@ def test_cached_tokens_and_the_time_in_the_queue_are_taken():
     assert found.queue_ns == 12_500_000
     assert found.num_cached_tokens == 8
     assert answer_of([GOOD]).queue_ns is None
+    assert answer_of([GOOD]).num_cached_tokens is None
     comments = b": keepalive\n\n: server-timing queue;dur=12.5, prefill;dur=30\n\n"
     assert answer_of([comments + token("a")]).queue_ns == 12_500_000
     assert answer_of([event({"choices": [{"text": "\n: server-timing queue;dur=1"}]})]).queue_ns is None

@@ -236,6 +236,12 @@ def test_the_prefix_cache_share_is_of_prompt_tokens() -> None:
     assert figures_of([record(end=End.FAILED)]).prefix_cache_share is None
 
 
+def test_the_prefix_cache_share_is_unknown_if_the_server_never_reports_cached_tokens() -> None:
+    assert figures_of([record(0, cached=None), record(1, cached=None)]).prefix_cache_share is None
+    some = [record(0, prompt=100, cached=80), record(1, prompt=300, cached=None)]
+    assert figures_of(some).prefix_cache_share == pytest.approx(0.2), "some servers leave out a count of 0"
+
+
 def test_the_steady_window_leaves_out_warm_up_and_drain() -> None:
     records = [record(i, due_ms=50 * i, ttft_ms=500, gaps_ms=[100] * 15) for i in range(200)]
     samples = Samples.of(records)

@@ -22,7 +22,7 @@ from support.bench_records import random_records, record, result_of, run_of
 def result() -> Result:
     records = random_records(3, 120, tenants="ab")
     records[5] = record(5, due_ms=3, end=End.REFUSED, http_status=429, error="queue_full <b>")
-    records[6] = record(6, due_ms=4, end=End.CANCELLED)
+    records[6] = record(6, due_ms=4, end=End.CANCELLED, cached=None)
     options = {"temperature": 0.0, "url": ["a", "b"], "warmup": None}
     full = run_of(
         records,

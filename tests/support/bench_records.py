@@ -22,7 +22,7 @@ def record(
     ttft_ms: float = 100,
     gaps_ms: Sequence[float] = (20, 20, 20, 20),
     prompt: int = 50,
-    cached: int = 0,
+    cached: int | None = 0,
     end: End = End.OK,
     **others: object,
 ) -> Record:

@@ -460,7 +460,7 @@ def _notes(sent: Sent) -> Iterator[str]:
 def _warnings(sent: Sent, workload: Workload) -> Iterator[str]:
     yield from sent.notes
     num_prompt_tokens = sum(record.num_prompt_tokens for record in sent.records)
-    num_cached_tokens = sum(record.num_cached_tokens for record in sent.records)
+    num_cached_tokens = sum(record.num_cached_tokens or 0 for record in sent.records)
     # A chat template and chance account for less common text than this.
     share_nothing = all(job.after is None and not job.prefix for job in workload.jobs)
     if share_nothing and num_cached_tokens > 0.3 * num_prompt_tokens:

@@ -31,7 +31,7 @@ class Answer:
         self.texts: list[str] = []
         self.num_events = 0
         self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_cached_tokens: int | None = None
         self.num_output_tokens: int | None = None
         self.is_whole = False
         """Whether the server marked the end of the answer."""
@@ -137,9 +137,8 @@ class Answer:
         if not usage:
             return
         self.num_prompt_tokens = _count(usage.get("prompt_tokens") or 0)
-        num_output_tokens = usage.get("completion_tokens")
-        self.num_output_tokens = None if num_output_tokens is None else _count(num_output_tokens)
-        self.num_cached_tokens = _count((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+        self.num_output_tokens = _known_count(usage.get("completion_tokens"))
+        self.num_cached_tokens = _known_count((usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
 
     def _note_senseless(self, error: Exception) -> None:
         self.error = f"The answer is malformed: {error!r}"[:_MAX_ERROR_CHARS]
@@ -178,6 +177,10 @@ def _count(found: Any) -> int:
     if type(found) is not int or not 0 <= found <= 1 << 40:
         raise ValueError(f"{str(found)[:40]!r} is not a number of tokens")
     return found
+
+
+def _known_count(found: Any) -> int | None:
+    return None if found is None else _count(found)
 
 
 def _data_of(event: bytes) -> bytes:

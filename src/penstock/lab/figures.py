@@ -130,7 +130,7 @@ class Samples:
     intended_ns: Ints
     sent_ns: Ints
     first_ns: Ints
-    """`UNKNOWN` if no token came. So are `longest_gap_ns` and `queue_ns` where unknown."""
+    """`UNKNOWN` if no token came. So are `num_cached_tokens`, `longest_gap_ns` and `queue_ns` where unknown."""
     ended_ns: Ints
     num_prompt_tokens: Ints
     num_cached_tokens: Ints
@@ -350,7 +350,7 @@ class Figures:
     num_prompt_tokens: int
     num_output_tokens: int
     prefix_cache_share: float | None
-    """Share of the prompt tokens found in the server's prefix cache, or None without prompt tokens."""
+    """Share of the prompt tokens found in the server's prefix cache, or None if the server reports no cached tokens."""
     goodput: Goodput | None
     cost: Cost | None
     lag_ms: Distribution | None
@@ -380,6 +380,9 @@ def _figures_of(samples: Samples, window: Window, slos: Sequence[Slo], price_per
     is_ok, counts = samples.is_ok, np.bincount(samples.reason)
     rates = make_rates(samples, window, is_ok)
     num_prompt, num_output = int(samples.num_prompt_tokens[is_ok].sum()), int(samples.num_output_tokens[is_ok].sum())
+    cached = samples.num_cached_tokens[is_ok]
+    # Some servers leave out a count of 0, so one that is missing beside others is 0.
+    num_cached = int(np.maximum(cached, 0).sum()) if (cached != UNKNOWN).any() else None
     lag = _distribution(samples.sent_ns - samples.intended_ns)
     latencies = {name: _distribution(samples.latency_ns(name)) for name in LATENCIES if name != "itl"}
     latencies["itl"] = _gap_distribution(samples.gaps)
@@ -394,7 +397,7 @@ def _figures_of(samples: Samples, window: Window, slos: Sequence[Slo], price_per
         rates=rates,
         num_prompt_tokens=num_prompt,
         num_output_tokens=num_output,
-        prefix_cache_share=float(samples.num_cached_tokens[is_ok].sum()) / num_prompt if num_prompt else None,
+        prefix_cache_share=None if num_cached is None or not num_prompt else num_cached / num_prompt,
         goodput=_goodput(samples, window, slos) if slos else None,
         cost=None if price_per_hour is None else _cost(price_per_hour, rates),
         lag_ms=lag,

@@ -30,7 +30,8 @@ class Record:
     ended_ns: int = 0
     """When the last byte arrived, or the failure was noticed."""
     num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
+    num_cached_tokens: int | None = None
+    """Prompt tokens found in the prefix cache. None if the server does not report them."""
     num_output_tokens: int = 0
     gaps_ns: Sequence[int] = ()
     """Times between events with text. An event can have several tokens. Often an `array("q")`, to save memory."""

@@ -21,7 +21,7 @@ from penstock.types.errors import unwritable
 
 VERSION = 1
 LOAD_UNITS = {"concurrency": "requests in flight", "rate": "requests/s"}
-CAN_BE_UNKNOWN = ("first_ns", "longest_gap_ns", "queue_ns")
+CAN_BE_UNKNOWN = ("first_ns", "num_cached_tokens", "longest_gap_ns", "queue_ns")
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
