@@ -316,6 +316,34 @@ def test_a_client_that_goes_away_after_some_tokens_has_seen_those(serve, endpoin
     assert (record.end, record.num_output_tokens) == (End.CANCELLED, 2)
 
 
+def test_a_client_that_goes_away_leaves_in_time_though_several_tokens_come_at_once(serve):
+    gone = threading.Event()
+
+    def several(text, num_tokens):
+        return chunk(event({"choices": [{"text": text}], "usage": {"prompt_tokens": 2, "completion_tokens": num_tokens}}))
+
+    def respond(request):
+        assert request.json["stream_options"] == {"include_usage": True, "continuous_usage_stats": True}
+        yield HEAD + several("abc", 3)
+        yield several("def", 6)
+        gone.wait(30)
+
+    jobs = workload(job(num_output_tokens=9, cancelled_after_tokens=5))
+    sent = send(jobs, target(serve(respond)), options=SendOptions(silence_s=2.0))
+    gone.set()
+    assert (only(sent).end, only(sent).num_output_tokens) == (End.CANCELLED, 6)
+    assert sent.notes == ()
+
+
+def test_a_client_that_should_have_left_and_did_not_is_noted(serve):
+    """The server sends three tokens at once, and counts them at the end."""
+    server = serve(stream(token("abc"), usage(), DONE))
+    sent = send(workload(job(cancelled_after_tokens=2), job()), target(server), pace=Pace(concurrency=1))
+    assert [record.end for record in sent.records] == [End.OK] * 2
+    assert sent.notes[0].startswith("1 client that should have left got the whole answer")
+    assert server.requests[1].json["stream_options"] == {"include_usage": True}, "only clients that leave need counts"
+
+
 def test_a_client_that_went_away_while_it_waited_sends_nothing(serve):
     server = serve(GOOD)
     release = threading.Event()
@@ -699,6 +727,19 @@ def test_fields_that_a_server_refuses_are_left_out_and_it_is_said(serve):
     assert "stream_options" in notes[1]
     record = only(send(workload(job()), found))
     assert record.end is End.OK
+
+
+@pytest.mark.parametrize("named", ["stream_options", "stream_options.continuous_usage_stats", "continuous_usage_stats"])
+def test_a_count_in_each_event_that_a_server_refuses_is_not_requested(serve, named):
+    def respond(request):
+        if "continuous_usage_stats" in request.json["stream_options"]:
+            return [plain({"error": {"message": f"unknown field: {named}"}}, "400 Bad Request")]
+        return [GOOD]
+
+    server = serve(respond)
+    found, notes = asked(server)
+    assert (found, notes) == (target(server, takes_continuous_usage=False), ())
+    assert only(send(workload(job(cancelled_after_tokens=2)), found)).end is End.CANCELLED
 
 
 def test_a_field_that_the_user_wants_is_not_left_out(serve):

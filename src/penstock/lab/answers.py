@@ -30,6 +30,8 @@ class Answer:
         self.gaps_ns = array("q")
         self.texts: list[str] = []
         self.num_events = 0
+        self.num_tokens_so_far = 0
+        """Tokens up to the last event with text, by the server's count in it. At least one for each event."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens: int | None = None
         self.num_output_tokens: int | None = None
@@ -107,6 +109,7 @@ class Answer:
             return
         self.texts.append(text)
         self.num_events += 1
+        self.num_tokens_so_far = max(self.num_events, self.num_output_tokens or 0)
         if self.first_ns is None:
             self.first_ns = now_ns
         else:

@@ -12,7 +12,7 @@ import os
 import select
 import selectors
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from urllib.parse import quote
 
@@ -92,7 +92,7 @@ def send(
     finally:
         if has_collector:
             gc.enable()
-    return replace(sent, client_cpu_s=time.thread_time() - cpu_s, notes=client.notes())
+    return replace(sent, client_cpu_s=time.thread_time() - cpu_s, notes=tuple(client.notes()))
 
 
 class _PreciseSelector(selectors.EpollSelector):
@@ -120,7 +120,7 @@ class _Connection(asyncio.Protocol):
         self._silence: asyncio.Timeout
         self._silence_s = 0.0
         self._num_bytes = 0
-        self._max_events: int | None = None
+        self._max_tokens: int | None = None
         self._ends_with_connection = False
         self.lost = asyncio.Event()
         self.is_reusable = True
@@ -131,13 +131,13 @@ class _Connection(asyncio.Protocol):
         self._transport = transport
         self._open.add(self)
 
-    async def exchange(self, request: bytes, answer: Answer, silence_s: float, max_events: int | None) -> None:
-        """Send a request, and parse the response into `answer` until its end or until `max_events` events with text have come.
+    async def exchange(self, request: bytes, answer: Answer, silence_s: float, max_tokens: int | None) -> None:
+        """Send a request, and parse the response into `answer` until its end or until `max_tokens` tokens have come.
 
         Raises _BrokenAnswer.
         """
         self._answer, self._num_bytes, self._ends_with_connection = answer, 0, True
-        self._max_events, self._silence_s = max_events, silence_s
+        self._max_tokens, self._silence_s = max_tokens, silence_s
         self._done = asyncio.get_running_loop().create_future()
         try:
             self._transport.write(request)
@@ -175,7 +175,7 @@ class _Connection(asyncio.Protocol):
             self.close()
         if self._num_bytes > MAX_ANSWER_BYTES:
             self._end(f"The answer has more than {MAX_ANSWER_BYTES >> 20} MiB.")
-        if self._max_events is not None and self._answer.num_events >= self._max_events:
+        if self._max_tokens is not None and self._answer.num_tokens_so_far >= self._max_tokens:
             self._end("")
             self.close()
 
@@ -231,6 +231,7 @@ class _Client:
         self._open: set[_Connection] = set()
         self._idle: list[_Connection] = []
         self._num_uncounted = 0
+        self._num_stayed = 0
 
     def check(self, job: Job) -> None:
         endpoint = self._target.endpoint
@@ -250,16 +251,21 @@ class _Client:
             connection.close()
             await connection.lost.wait()
 
-    def notes(self) -> tuple[str, ...]:
-        if not self._num_uncounted:
-            return ()
-        return (
-            f"The server did not count the tokens of {counted(self._num_uncounted, 'answer')}: events with text were counted "
-            "instead, and the workload's prompt tokens.",
-        )
+    def notes(self) -> Iterator[str]:
+        if self._num_uncounted:
+            yield (
+                f"The server did not count the tokens of {counted(self._num_uncounted, 'answer')}: events with text were "
+                "counted instead, and the workload's prompt tokens."
+            )
+        if self._num_stayed:
+            yield (
+                f"{counted(self._num_stayed, 'client')} that should have left got the whole answer: it was shorter, or the "
+                "server sends several tokens at once without counting them."
+            )
 
     async def ask(self, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None:
-        body = self._target.body(self._prompt(job, texts), job.num_output_tokens)
+        leaves = job.cancelled_after_tokens is not None
+        body = self._target.body(self._prompt(job, texts), job.num_output_tokens, has_continuous_usage=leaves)
         num_left = self._options.max_returns
         while True:
             answer, error, record.ended_ns = Answer(), "", 0
@@ -278,6 +284,7 @@ class _Client:
             num_left -= 1
             await asyncio.sleep(max(MIN_WAIT_NS, wait_ns) / NS_PER_S)
         record.end, record.error = self._judged(answer, job, error)
+        self._num_stayed += leaves and record.end is End.OK
         if record.end is End.OK and answer.num_output_tokens is None:
             self._num_uncounted += 1
             record.num_prompt_tokens = job.num_prompt_tokens
@@ -343,7 +350,7 @@ class _Client:
         if answer.status not in (0, 200):
             error = answer.error or error or f"The status is {answer.status}."
             return (End.REFUSED if answer.status in _NOT_NOW else End.FAILED), error
-        if job.cancelled_after_tokens is not None and answer.num_events >= job.cancelled_after_tokens:
+        if job.cancelled_after_tokens is not None and answer.num_tokens_so_far >= job.cancelled_after_tokens:
             return End.CANCELLED, ""
         num_tokens = answer.num_output_tokens
         error = error or answer.error

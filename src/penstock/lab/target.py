@@ -23,6 +23,8 @@ MAX_TOKENIZE_S = 0.005
 _PROBES = ("a", "the word", "some words", "four or five words")
 _OPTIONAL_FIELDS = ("ignore_eos", "stream_options")
 """Fields to leave out if the server refuses them."""
+_USAGE_FIELDS = ("continuous_usage_stats", "stream_options")
+"""Names in a refusal after which the first is left out: a server may name only the field that contains it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,8 @@ class Target:
     extra_body: Mapping[str, object] = field(default_factory=dict)
     """Fields to add or replace in each request. None removes a field."""
     limit_field: str = "max_tokens"
+    takes_continuous_usage: bool = True
+    """Whether the server takes `stream_options.continuous_usage_stats`: a count of tokens in each event."""
     tls: ssl.SSLContext | None = field(default=None, repr=False, compare=False)
     """TLS settings for https. None trusts the system's certificate authorities."""
 
@@ -103,8 +107,13 @@ class Target:
     def asks_to_ignore_eos(self) -> bool:
         return self.endpoint is not Endpoint.EMBEDDINGS and self.extra_body.get("ignore_eos", True) is True
 
-    def body(self, prompt: Prompt | Sequence[Mapping[str, str]], num_output_tokens: int) -> bytes:
-        """Return the JSON body of a request. `prompt` is a list of messages for a chat."""
+    def body(
+        self, prompt: Prompt | Sequence[Mapping[str, str]], num_output_tokens: int, *, has_continuous_usage: bool = False
+    ) -> bytes:
+        """Return the JSON body of a request. `prompt` is a list of messages for a chat.
+
+        `has_continuous_usage`: request a count of tokens in each event, if the server takes this.
+        """
         body: dict[str, object] = {"model": self.model}
         if self.endpoint is Endpoint.EMBEDDINGS:
             body["input"] = prompt
@@ -112,7 +121,10 @@ class Target:
             body["messages" if self.endpoint is Endpoint.CHAT else "prompt"] = prompt
             body |= {self.limit_field: num_output_tokens, "temperature": 0, "ignore_eos": True}
             if self.stream:
-                body |= {"stream": True, "stream_options": {"include_usage": True}}
+                options = {"include_usage": True}
+                if has_continuous_usage and self.takes_continuous_usage:
+                    options["continuous_usage_stats"] = True
+                body |= {"stream": True, "stream_options": options}
         if self.extra_body:
             body |= self.extra_body
             body = {name: value for name, value in body.items() if value is not None}
@@ -192,7 +204,7 @@ class Questions:
         notes: list[str] = []
         while True:
             messages = [{"role": "user", "content": "Hello"}]
-            body = target.body(messages if target.endpoint is Endpoint.CHAT else "Hello", 1)
+            body = target.body(messages if target.endpoint is Endpoint.CHAT else "Hello", 1, has_continuous_usage=True)
             status, answer = self.ask("POST", target.endpoint.path, body)
             if status == 200:
                 return target, tuple(notes)
@@ -203,7 +215,9 @@ class Questions:
                 )
                 return target, tuple(notes)
             refused = [name for name in _OPTIONAL_FIELDS if name in said and name not in target.extra_body]
-            if status in (400, 422) and refused:
+            if status in (400, 422) and target.takes_continuous_usage and any(name in said for name in _USAGE_FIELDS):
+                target = replace(target, takes_continuous_usage=False)
+            elif status in (400, 422) and refused:
                 target = replace(target, extra_body={**target.extra_body, refused[0]: None})
                 notes.append(_LEFT_OUT[refused[0]])
             elif status in (400, 422) and "max_completion_tokens" in said and target.limit_field == "max_tokens":
