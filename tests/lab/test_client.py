@@ -327,9 +327,9 @@ def test_a_client_that_goes_away_leaves_in_time_though_several_tokens_come_at_on
         yield HEAD + several("abc", 3)
         yield several("def", 6)
         gone.wait(30)
+        yield CLOSE
 
-    jobs = workload(job(num_output_tokens=9, cancelled_after_tokens=5))
-    sent = send(jobs, target(serve(respond)), options=SendOptions(silence_s=2.0))
+    sent = send(workload(job(num_output_tokens=9, cancelled_after_tokens=5)), target(serve(respond)))
     gone.set()
     assert (only(sent).end, only(sent).num_output_tokens) == (End.CANCELLED, 6)
     assert sent.notes == ()
@@ -729,7 +729,7 @@ def test_fields_that_a_server_refuses_are_left_out_and_it_is_said(serve):
     assert record.end is End.OK
 
 
-@pytest.mark.parametrize("named", ["stream_options", "stream_options.continuous_usage_stats", "continuous_usage_stats"])
+@pytest.mark.parametrize("named", ["stream_options", "stream_options.continuous_usage_stats", "continuous_usage_stats", ""])
 def test_a_count_in_each_event_that_a_server_refuses_is_not_requested(serve, named):
     def respond(request):
         if "continuous_usage_stats" in request.json["stream_options"]:
@@ -755,6 +755,7 @@ def test_a_server_with_the_newer_name_of_the_limit_gets_that(serve):
 
     found, _ = asked(serve(respond), endpoint=Endpoint.CHAT)
     assert found.limit_field == "max_completion_tokens"
+    assert found.takes_continuous_usage, "it was not the reason"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ class Answer:
         self.texts: list[str] = []
         self.num_events = 0
         self.num_tokens_so_far = 0
-        """Tokens up to the last event with text, by the server's count in it. At least one for each event."""
+        """Tokens up to the last event with text: the server's count in that event, or `num_events` if that is more."""
         self.num_prompt_tokens = 0
         self.num_cached_tokens: int | None = None
         self.num_output_tokens: int | None = None

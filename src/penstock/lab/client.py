@@ -259,8 +259,8 @@ class _Client:
             )
         if self._num_stayed:
             yield (
-                f"{counted(self._num_stayed, 'client')} that should have left got the whole answer: it was shorter, or the "
-                "server sends several tokens at once without counting them."
+                f"{counted(self._num_stayed, 'client')} that should have left got the whole answer: it ended early, or the "
+                "server sent several tokens at once without a count of tokens."
             )
 
     async def ask(self, job: Job, texts: Sequence[str], record: Record, now_ns: Callable[[], int]) -> None:

@@ -350,7 +350,7 @@ class Figures:
     num_prompt_tokens: int
     num_output_tokens: int
     prefix_cache_share: float | None
-    """Share of the prompt tokens found in the server's prefix cache, or None if the server reports no cached tokens."""
+    """Share of the prompt tokens found in the server's prefix cache, or None if the server does not report these."""
     goodput: Goodput | None
     cost: Cost | None
     lag_ms: Distribution | None

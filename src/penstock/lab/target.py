@@ -23,8 +23,6 @@ MAX_TOKENIZE_S = 0.005
 _PROBES = ("a", "the word", "some words", "four or five words")
 _OPTIONAL_FIELDS = ("ignore_eos", "stream_options")
 """Fields to leave out if the server refuses them."""
-_USAGE_FIELDS = ("continuous_usage_stats", "stream_options")
-"""Names in a refusal after which the first is left out: a server may name only the field that contains it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +194,7 @@ class Questions:
         return found if isinstance(found, dict) else {}
 
     def settle(self) -> tuple[Target, tuple[str, ...]]:
-        """Send test requests for one token. Return the target without the fields that the server refuses, and a note on each.
+        """Send test requests for one token. Return the target without what the server refuses, and notes on fields left out.
 
         Raises PenstockError if the server would refuse every request.
         """
@@ -215,13 +213,13 @@ class Questions:
                 )
                 return target, tuple(notes)
             refused = [name for name in _OPTIONAL_FIELDS if name in said and name not in target.extra_body]
-            if status in (400, 422) and target.takes_continuous_usage and any(name in said for name in _USAGE_FIELDS):
-                target = replace(target, takes_continuous_usage=False)
-            elif status in (400, 422) and refused:
+            if status in (400, 422) and refused and (refused[0] != "stream_options" or not target.takes_continuous_usage):
                 target = replace(target, extra_body={**target.extra_body, refused[0]: None})
                 notes.append(_LEFT_OUT[refused[0]])
             elif status in (400, 422) and "max_completion_tokens" in said and target.limit_field == "max_tokens":
                 target = replace(target, limit_field="max_completion_tokens")
+            elif status in (400, 422) and target.takes_continuous_usage:  # The refusal may not name this field.
+                target = replace(target, takes_continuous_usage=False)
             else:
                 raise PenstockError(
                     f"{target.url} answers {target.endpoint.path} with {status}: {answers.error_of(answer)}",
