@@ -11,6 +11,8 @@ from click.testing import CliRunner
 from penstock.cli.cluster import _read
 from penstock.cli.main import cli
 from penstock.cluster.front import check
+from penstock.config import KvConfig, ServerConfig
+from penstock.config.setting import Kind, settings_of
 from penstock.types.errors import ConfigError
 from support.server.harness import running
 
@@ -70,9 +72,12 @@ def test_without_ray_the_error_names_the_extra(words: list[str]) -> None:
         (["--device", "cuda"], "A cluster does not support --device cuda yet"),
         (["--backend", "cuda"], "A cluster does not support --backend cuda yet"),
         (["--pin-threads"], "A cluster does not support --pin-threads yet"),
-        (["--ssl-certfile", "cert.pem"], "A manifest can't have --ssl-certfile"),
-        (["--kv-disk-size", "1GiB", "--kv-disk-path", "/kv"], "A manifest can't have --kv-disk-path"),
-        (["--jobs-dir", "/jobs"], "A manifest can't have --jobs-dir"),
+        *(
+            (["--kv-disk-size", "1GiB", item.flag, "/a"], item.flag)
+            for part in (KvConfig, ServerConfig)
+            for item in settings_of(part)
+            if item.kind is Kind.PATH
+        ),
     ],
 )
 def test_wrong_settings_name_the_cause(words: list[str], cause: str) -> None:

@@ -20,6 +20,7 @@ from penstock.types.errors import ConfigError
 _SET_HERE = ("host", "port", "threads")
 _REFUSED = {
     "api_key_file": "Put the keys into the Secret, as its api-key.",
+    "api_keys_file": "Put the keys into the Secret, as its api-key, or add api_keys_file and a volume to the written manifest.",
     "ssl_certfile": "Leave it out: an Ingress can speak TLS.",
     "ssl_keyfile": "Leave it out: an Ingress can speak TLS.",
     "kv_disk_path": "Leave it out: the disk of each pod is used.",
