@@ -426,3 +426,60 @@ def test_a_disk_that_deletes_nothing_does_not_keep_a_batch_from_its_end(store, m
     store = again(store)
     assert contents(store) == []
     store.close()
+
+
+@pytest.mark.parametrize("expires", [False, True])
+def test_a_deletion_frees_the_disk_before_it_changes_the_database(store, expires):
+    """A full disk takes no row. The content is gone, and the row follows when the deletion is repeated, or at a start."""
+    file, started = uploaded(store, expires_s=200), uploaded(store, expires_s=200)
+    store._base.execute("CREATE TRIGGER no BEFORE DELETE ON files BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+    for one in (file, started):
+        with pytest.raises(sqlite3.Error, match="disk full"):
+            store.expire(200) if expires else store.delete(one)
+    assert contents(store) == []
+    assert [store.file(one.id, ANN) for one in (file, started)] == [file, started]
+    store._base.execute("DROP TRIGGER no")
+    store.delete(file)
+    assert store.file(file.id, ANN) is None
+    store = again(store)
+    assert store.files(ANN, limit=9) == []
+    assert store.num_bytes(ANN) == 0
+    store.close()
+
+
+def test_a_start_writes_nothing_to_the_database(store):
+    """It would fail on a full disk, and only a server that runs can delete files."""
+    uploaded(store)
+    store = again(store)
+    assert (store.folder / "jobs.db-wal").stat().st_size == 0
+    store.close()
+
+
+def test_a_start_on_a_full_disk_deletes_contents_and_leaves_their_rows_to_the_next(store):
+    """As after a kill: a content that nobody has, and a hidden file that no batch names."""
+    with closing(store.upload(ANN)) as upload:
+        file = upload.keep("requests.jsonl", INTERNAL, 100)
+    store.content(new_id("file-")).touch()
+    store._base.execute("CREATE TRIGGER no BEFORE DELETE ON files BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+    store = again(store)
+    assert contents(store) == []
+    assert store.file(file.id, ANN) == file
+    store._base.execute("DROP TRIGGER no")
+    store = again(store)
+    assert store.file(file.id, ANN) is None
+    store.close()
+
+
+def test_an_error_of_a_full_disk_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_SCHEMA", "PRAGMA max_page_count = 1; CREATE TABLE more (number INTEGER);")
+    with pytest.raises(ConfigError, match="full") as sqlite:
+        Store(tmp_path / "jobs", max_bytes=1)
+
+    def refuse(path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "sync", refuse)
+    with pytest.raises(ConfigError, match="No space") as system:
+        Store(tmp_path / "jobs", max_bytes=1)
+    assert sqlite.value.remedy == system.value.remedy == module._FREE_SPACE

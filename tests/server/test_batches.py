@@ -226,6 +226,15 @@ def test_files_expire_after_a_restart_too(tmp_path, monkeypatch):
         assert client.batches.retrieve(batch.id).status == "completed"
 
 
+def test_the_log_says_why_expired_files_stay(tmp_path, monkeypatch, caplog):
+    def refuse(store, now_s):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(Store, "expire", refuse)
+    with serving(tmp_path):
+        wait_until(lambda: "expired files can't be deleted now: database or disk is full" in caplog.text)
+
+
 # the end of a batch
 
 

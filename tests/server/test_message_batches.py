@@ -64,6 +64,16 @@ def test_each_message_has_a_result(http) -> None:
     assert [*(http.folder / "files").iterdir()] == []
 
 
+def test_a_deletion_that_a_full_disk_refuses_has_made_room(tmp_path) -> None:
+    with serving(tmp_path) as server, httpx.Client(base_url=server.url, headers={"anthropic-version": "1"}) as http:
+        batch, base = ended(http, begin(http, request("a")).json()["id"]), server.batches.store._base
+        base.execute("CREATE TRIGGER no BEFORE DELETE ON batches BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+        assert http.delete(f"{PATH}/{batch['id']}").status_code >= 500
+        assert [*(tmp_path / "files").iterdir()] == []
+        base.execute("DROP TRIGGER no")
+        assert http.delete(f"{PATH}/{batch['id']}").status_code == 200
+
+
 def test_messages_of_a_cancelled_batch_are_cancelled(tmp_path, gate) -> None:
     with serving(tmp_path, gate) as server, httpx.Client(base_url=server.url, headers={"anthropic-version": "1"}) as http:
         begun = begin(http, *[request(str(number)) for number in range(200)]).json()

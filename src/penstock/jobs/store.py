@@ -4,6 +4,9 @@
     files/ID       the content of a file, also the answers of a batch that still runs
     lines/ID       the lines of an unfinished batch that have no answer yet (`lines`)
 
+A file's content is written before its row, and deleted before it: a full disk takes no change of the database until a content
+is deleted. If the row then stays, as after a kill, it is deleted when the deletion is repeated, or at the next start.
+
 One process has the folder at a time. The remains of a process that was killed are deleted at the next start.
 """
 
@@ -23,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from penstock import fast_json
-from penstock.disk import remove, size_of, sync
+from penstock.disk import DISK_FULL, remove, size_of, sync
 from penstock.types.errors import ConfigError
 from penstock.types.request import Owner
 
@@ -44,6 +47,9 @@ MAX_EVENTS = 10_000
 
 _MAKE_ROOM = "Delete files or message batches."
 _ANOTHER = "Name another folder (--jobs-dir, --output)."
+_FREE_SPACE = "Free some space, or name another folder (--jobs-dir, --output)."
+_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+"""SQLite's errors when the disk is full: of a write, and of an open."""
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, owner TEXT NOT NULL, name TEXT NOT NULL,
@@ -202,13 +208,16 @@ class Store:
                 base.execute("PRAGMA synchronous = FULL")
                 base.executescript(_SCHEMA)
                 _sort_in(base, self._lines)
-                base.execute(f"PRAGMA user_version = {FORMAT}")
+                if found != FORMAT:  # a full disk takes no write, and a start on it is to make room
+                    base.execute(f"PRAGMA user_version = {FORMAT}")
                 sync(folder)
                 self._tidy()
             except BlockingIOError:
                 raise ConfigError(f"Another process has the jobs in {folder}.", remedy=_ANOTHER) from None
             except (OSError, sqlite3.Error) as error:
-                raise ConfigError(f"The folder of jobs {folder} can't be used: {error}.", remedy=_ANOTHER) from None
+                is_full = getattr(error, "errno", 0) in DISK_FULL or getattr(error, "sqlite_errorcode", 0) in _FULL
+                remedy = _FREE_SPACE if is_full else _ANOTHER
+                raise ConfigError(f"The folder of jobs {folder} can't be used: {error}.", remedy=remedy) from None
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -216,19 +225,22 @@ class Store:
             self._opened.close()
 
     def _tidy(self) -> None:
-        """Delete contents without a file or unfinished batch, and internal files that no batch refers to."""
+        """Delete contents without a file or unfinished batch, files without content, and internal ones of no batch."""
         unfinished = self.unfinished()
         read = {batch.input_file for batch in unfinished}
         for row in self._base.execute("SELECT * FROM batches"):
             batch = _batch(row)
             read.update((batch.output_file, batch.error_file))
-        hidden = self._base.execute("SELECT id FROM files WHERE purpose = ?", (INTERNAL,)).fetchall()
-        self._base.executemany("DELETE FROM files WHERE id = ?", [(one,) for (one,) in hidden if one not in read])
-        kept = {one for (one,) in self._base.execute("SELECT id FROM files")}
+        there = {path.name for path in self._files.iterdir()}
+        files = self._base.execute("SELECT id, purpose FROM files").fetchall()
+        kept = {one for one, purpose in files if one in there and (purpose != INTERNAL or one in read)}
+        gone = [one for one, _ in files if one not in kept]
         kept.update(*[(batch.output_file, batch.error_file) for batch in unfinished])
         ids = {batch.id for batch in unfinished}
         remove(path for path in self._files.iterdir() if _OURS.fullmatch(path.name) and path.name not in kept)
         remove(path for path in self._lines.iterdir() if _OURS.fullmatch(path.name) and path.name.partition("-")[0] not in ids)
+        with suppress(sqlite3.Error):  # on a full disk, the next start deletes them
+            self._delete(gone)
 
     # files
 
@@ -341,8 +353,11 @@ class Store:
         with self._guard:
             if any(batch.input_file == file.id for batch in self.unfinished()):
                 raise InUse
-            self._base.execute("DELETE FROM files WHERE id = ?", (file.id,))
-        remove([self.content(file.id)])
+            self._delete([file.id])
+
+    def _delete(self, ids: Sequence[str]) -> None:
+        remove(map(self.content, ids))
+        self._base.executemany("DELETE FROM files WHERE id = ?", [(file_id,) for file_id in ids])
 
     def expire(self, now_s: int) -> None:
         """Delete the files whose time has come, unless an unfinished batch reads them."""
@@ -350,11 +365,9 @@ class Store:
             ids = [file_id for (file_id,) in self._base.execute("SELECT id FROM files WHERE expires_s <= ?", (now_s,))]
         if not ids:
             return
-        with self._transaction() as base:
+        with self._transaction():
             in_use = {batch.input_file for batch in self.unfinished()}
-            ids = [file_id for file_id in ids if file_id not in in_use]
-            base.executemany("DELETE FROM files WHERE id = ?", [(file_id,) for file_id in ids])
-        remove(map(self.content, ids))
+            self._delete([file_id for file_id in ids if file_id not in in_use])
 
     # batches
 

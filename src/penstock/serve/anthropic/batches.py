@@ -231,10 +231,10 @@ def _keep(store: Store, owner: Owner, lines: bytes, now_s: int) -> File:
 
 
 def _delete(store: Store, batch: Batch) -> None:
-    store.delete_batch(batch)
     for file_id in (batch.output_file, batch.error_file):
         if file_id and (file := store.file(file_id, batch.owner)) is not None:
             store.delete(file)
+    store.delete_batch(batch)  # last: a full disk takes no change before a content is deleted
 
 
 # Results, made of the lines that OpenAI's clients would read

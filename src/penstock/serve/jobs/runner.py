@@ -208,8 +208,10 @@ class BatchRunner:
 
     async def _tidy(self) -> None:
         while True:
-            with contextlib.suppress(sqlite3.Error, OSError):
+            try:
                 await self.on_disk(self.store.expire, self.now_s())
+            except (sqlite3.Error, OSError) as error:
+                _log.warning("expired files can't be deleted now: %s", cause(error))
             await asyncio.sleep(TIDIED_EACH_S)
 
     # what the APIs call
