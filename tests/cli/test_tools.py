@@ -44,6 +44,11 @@ def test_env_names_the_machine_the_versions_and_what_is_missing(penstock: Pensto
     assert DEFAULT_MODEL in facts["missing"]
 
 
+def test_env_says_that_pip_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip, which fetches models: `python -m ensurepip`" in dict(_facts(None, None, None))["missing"]
+
+
 def test_one_cpu_is_told_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.machine.usable_cpus", lambda: 1)
     assert next(value for name, value in _facts(None, None, None) if name == "processor").endswith(", 1 CPU usable")

