@@ -68,8 +68,8 @@ def test_a_deletion_that_a_full_disk_refuses_has_made_room(tmp_path) -> None:
     with serving(tmp_path) as server, httpx.Client(base_url=server.url, headers={"anthropic-version": "1"}) as http:
         batch, base = ended(http, begin(http, request("a")).json()["id"]), server.batches.store._base
         base.execute("CREATE TRIGGER no BEFORE DELETE ON batches BEGIN SELECT RAISE(ABORT, 'disk full'); END")
-        assert http.delete(f"{PATH}/{batch['id']}").status_code >= 500
-        assert [*(tmp_path / "files").iterdir()] == []
+        assert http.delete(f"{PATH}/{batch['id']}").status_code == 503
+        wait_until(lambda: not [*(tmp_path / "files").iterdir()])  # its end deletes the empty ones, maybe later
         base.execute("DROP TRIGGER no")
         assert http.delete(f"{PATH}/{batch['id']}").status_code == 200
 

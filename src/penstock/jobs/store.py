@@ -239,7 +239,7 @@ class Store:
         ids = {batch.id for batch in unfinished}
         remove(path for path in self._files.iterdir() if _OURS.fullmatch(path.name) and path.name not in kept)
         remove(path for path in self._lines.iterdir() if _OURS.fullmatch(path.name) and path.name.partition("-")[0] not in ids)
-        with suppress(sqlite3.Error):  # on a full disk, the next start deletes them
+        with suppress(sqlite3.Error), self._transaction():  # on a full disk, the next start deletes them
             self._delete(gone)
 
     # files
