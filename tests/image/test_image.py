@@ -120,7 +120,7 @@ def test_it_fetches_a_model_into_an_empty_volume() -> None:
         pulled = subprocess.run([*ENGINE, "run", "--rm", *CONTAINED, *words], capture_output=True, text=True, timeout=600)
     finally:
         engine("volume", "rm", "--force", volume, check=False)
-    if "Check the network" in pulled.stderr:
+    if "No matching distribution" in pulled.stderr:  # what pip says without a network; its other errors are the image's
         pytest.skip("containers here reach no package index")
     assert pulled.returncode == 0, pulled.stderr
 
