@@ -272,8 +272,8 @@ class TestKvHeadroom:
         door = make_door(**TARGET)
         load = make_load(num_running=1, num_rows_free=7)
         for idx in range(90):
-            enter(door, f"r{idx}", num_prompt=100)
-            end(door, 1, f"r{idx}", num_prompt_tokens=100)
+            enter(door, f"r{idx}", num_prompt=200)
+            end(door, 1, f"r{idx}", num_prompt_tokens=200)
         assert refusal(door, load) is None
 
     def test_a_text_beyond_the_context_counts_as_one_that_fills_it(self):

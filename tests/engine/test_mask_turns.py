@@ -140,6 +140,7 @@ class Bench:
     def finish(self) -> None:
         while self.driver.core.has_work:
             self.turn()
+            assert not self.driver.was_idle or self.driver.core.next_wakeup_ns(self.clock.now_ns()) is not None
         self.driver.core.check()
 
     def num_tokens(self, name: str) -> int:

@@ -203,7 +203,7 @@ async def test_it_shows_a_live_server() -> None:
 
 
 async def test_of_several_keys_in_the_environment_it_sends_the_first() -> None:
-    with running(config=ServerConfig(port=0, api_keys=("one", "two"), shutdown_timeout_s=0.0)) as server:
+    with running(config=ServerConfig(port=0, api_keys=("one",), shutdown_timeout_s=0.0)) as server:
         arguments = ["top", server.url, "--once", "--interval", "100ms"]
         shown = await asyncio.to_thread(CliRunner().invoke, cli, arguments, env={"PENSTOCK_API_KEY": "one two"})
         assert shown.exit_code == 0, shown.exception

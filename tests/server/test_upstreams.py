@@ -494,11 +494,18 @@ async def test_at_most_so_many_requests_go_there_at_once(near) -> None:
 
 
 async def test_a_client_that_leaves_ends_the_request_there(near) -> None:
-    async with clients(near, silence) as (client, server):
+    async def goes_on_until_it_is_left(writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(b"HTTP/1.1 102 Processing\r\n\r\n")
+            await writer.drain()
+            await asyncio.sleep(0.01)
+
+    async with clients(near, goes_on_until_it_is_left) as (client, server):
         asked = asyncio.create_task(client.post(CHAT, json=BODY))
         await until(lambda: server.asked)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
+        await until(lambda: not server.connections)
         assert 'upstream_requests_total{result="failed"' not in (await client.get("/metrics")).text
 
 
