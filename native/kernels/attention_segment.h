@@ -271,7 +271,9 @@ void attend_segment(const AttentionTask& t, const Pairs& pairs, int at, int coun
     if constexpr (Kv::kIsInt8) {
         if (segment.narrow) widen_all_values(*segment.narrow, segment, segment.first, segment.end, scratch);
     }
-    weigh<Kv>(segment, count, from, end, value_dim, scratch, out.o + at * value_dim);
+    // Not from `from`: blocks before the window were freed, and may have a NaN now, which times a weight of zero is NaN.
+    const int first = pairs.first[at] > begin ? (pairs.first[at] - begin) / kKvTile * kKvTile : 0;
+    weigh<Kv>(segment, count, first, end, value_dim, scratch, out.o + at * value_dim);
 }
 
 }  // namespace

@@ -693,6 +693,23 @@ def test_attention_in_shuffled_blocks_whole_and_in_chunks(
 SINKS = np.array([-30.0, -1.0, 0.0, 3.0, 6.0, 30.0], np.float32)
 
 
+@KV_FORMATS
+def test_blocks_before_the_window_may_hold_anything(variant: str, kv_format: KvFormat) -> None:
+    """Such as an adapter's pages, whose bytes can be infinity in bf16."""
+    length, window, shape = 200, 24, {"heads": 4, "kv_heads": 2, "head_dim": 32}
+    rng = np.random.default_rng(6)
+    q, k, v = (random_rows(rng, length, heads * 32) for heads in (4, 2, 2))
+    probe = attention_probe(q, k, v, variant, kv_format=kv_format, window=window, **shape)
+    tables = np.arange(1, 14, dtype=np.int32)[None]
+    probe.run(range(length - 1), query_lens=[length - 1], context_lens=[0], block_tables=tables)
+    last = {"query_lens": [1], "context_lens": [length - 1], "block_tables": tables}
+    expected = probe.run([length - 1], **last)
+    infinities = np.full(probe.engine.block_bytes // 2, 0x7F80, np.uint16).view(np.uint8)
+    for block in tables[0, : (length - window) // 16]:
+        probe.engine.write_block(block, infinities)
+    assert probe.run([length - 1], **last).tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("window", [0, 19])
 @KV_FORMATS
 def test_a_sink_is_one_more_term_of_its_heads_softmax(variant: str, window: int, kv_format: KvFormat) -> None:
