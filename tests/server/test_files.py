@@ -214,6 +214,7 @@ BROKEN = {
     "many parts of one name": form(*[PURPOSE] * 50, FILE),
     "many headers": form(PURPOSE, f"--{BOUNDARY}\r\n".encode() + b"X-A: b\r\n" * 50 + b"\r\nx\r\n", FILE),
     "a huge header": form(PURPOSE, part("file", b"x", f'; filename="{"a" * 10_000}"')),
+    "a parameter twice": form(PURPOSE, part("file", b"x", "; filename*=a; filename*0=b")),
     "a header that is none": form(PURPOSE, f"--{BOUNDARY}\r\nhello\r\n\r\nx\r\n".encode()),
     "an expiry that is none": form(
         PURPOSE, FILE, part("expires_after[seconds]", b"\xff"), part("expires_after[anchor]", b"created_at")
@@ -245,6 +246,7 @@ def test_a_broken_form_is_refused_and_leaves_nothing(jobs, client, data, at_once
         "multipart/form-data;boundary",
         f"multipart/form-data; boundary={'x' * 300}",
         "multipart/mixed; boundary=XyZ",
+        "multipart/form-data; boundary*=XyZ; boundary*0=a",
         "\xff",
     ],
 )

@@ -109,10 +109,13 @@ class Form:
 
 
 def _param(header: str, value: str, name: str) -> str:
-    """Return a parameter of a header, or an empty text."""
+    """Return a parameter of a header, or an empty text. Raises 400."""
     message = Message()
     message[header] = "".join(char for char in value if char.isprintable()).strip()
-    found = message.get_param(name, "", header)
+    try:
+        found = message.get_param(name, "", header)
+    except (TypeError, ValueError):  # it sorts the parts of a parameter (RFC 2231), and one may lack a number
+        raise _malformed(f"{header} has a parameter twice") from None
     return found[2] if isinstance(found, tuple) else str(found)
 
 
