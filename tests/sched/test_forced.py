@@ -138,18 +138,6 @@ def test_between_two_steps_some_are_appended_and_the_next_ones_later() -> None:
     assert driver.outcomes["a"].token_ids[1 : 1 + num_forced] == [7] * num_forced
 
 
-def test_they_come_one_by_one_where_much_would_be_told_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.sched.scheduler.MAX_RESENT_BIASES", 1)
-    driver, counts = make()
-    few, many = ((7, 0.0),), ((7, 0.0), (8, 0.0))
-    for name, biases in (("few", few), ("many", many)):
-        driver.turn(Add(make_request(name, 5, max_tokens=9, matcher=Constant(6), logit_bias=biases)))
-    while driver.core.has_work:
-        driver.turn()
-    assert [stats.counts.forced for stats in counts.steps if stats.counts.forced] == [{"few": 6}]
-    assert driver.outcomes["many"].token_ids[1:7] == driver.outcomes["few"].token_ids[1:7] == [7] * 6
-
-
 def test_what_was_sampled_behind_them_is_a_prefill_after_a_preemption() -> None:
     """Its first blocks are found again: it is behind by far more than was forced."""
     driver, _ = make()

@@ -39,8 +39,6 @@ from penstock.types.stats import PlanNews, StepCounts, WaitReason
 
 MAX_FORCED_AT_ONCE = 255
 """Most forced tokens appended between two steps, while all rows wait."""
-MAX_RESENT_BIASES = 1024
-"""Requests with more logit biases get no forced tokens: forcing a token sends the whole request again, with its biases."""
 ALL_RUN: Sequence[Collection[str]] = ((),)
 """The `sit_out_sets` of `schedule` if no request must sit out."""
 
@@ -565,8 +563,7 @@ class Scheduler:
     def max_forced(self, request_id: str) -> int:
         """Return how many tokens a grammar may append at once after the sampled one; 0: none."""
         request = self._running.requests[request_id]
-        sampling = request.sampling
-        if request.num_inflight_tokens or sampling.logprobs is not None or len(sampling.logit_bias) > MAX_RESENT_BIASES:
+        if request.num_inflight_tokens or request.sampling.logprobs is not None:
             return 0
         return min(request.max_total_tokens - request.num_tokens, MAX_FORCED_AT_ONCE)
 

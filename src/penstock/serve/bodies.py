@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -43,8 +44,11 @@ MAX_VALUE_DEPTH = 246
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_SUFFIX_CHARS = 2**20
-MAX_BAD_WORDS = 256
-MAX_BAD_WORD_CHARS = 1000
+# Requests keep these lists as objects while they wait and run, up to 120 bytes an entry.
+MAX_BIASED_TOKENS = 1024
+MAX_ALLOWED_TOKENS = 8192
+MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORDS_CHARS = 256, 1000, 8192
+"""Bad words, characters of one, and characters of all together."""
 MAX_STOP_TOKENS = 256
 MAX_TOKEN_IDS = fast_json.MAX_ELEMENTS
 MAX_TEMPLATE_KWARGS = 256
@@ -248,9 +252,29 @@ ReasoningBudget = Annotated[int, Field(ge=-1, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 LogitBias = Annotated[
     dict[str, Any],
-    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}),
+    at_most(MAX_BIASED_TOKENS),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+            "maxProperties": MAX_BIASED_TOKENS,
+        }
+    ),
 ]
 """Biases by token id. `calls.check` checks the entries up to the first wrong one."""
+
+
+def _check_bad_words(words: list[str]) -> list[str]:
+    if sum([len(word) for word in words]) > MAX_BAD_WORDS_CHARS:
+        raise PydanticCustomError(RULE, "must have at most {limit} characters in all", {"limit": MAX_BAD_WORDS_CHARS})
+    return words
+
+
+BadWords = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
+    Field(max_length=MAX_BAD_WORDS, fail_fast=True),
+    AfterValidator(_check_bad_words),
+]
 
 TemplateVariables = Annotated[dict[str, Any], at_most(MAX_TEMPLATE_KWARGS)]
 
@@ -444,14 +468,10 @@ class GenerationFields(Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: MaxTokens | None = None
     logit_bias: LogitBias | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKEN_IDS, fail_fast=True)] | None = None
-    bad_words: (
-        Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_BAD_WORD_CHARS)]],
-            Field(max_length=MAX_BAD_WORDS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)] | None = (
+        None
+    )
+    bad_words: BadWords | None = None
     stop: StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None

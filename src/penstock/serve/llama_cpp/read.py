@@ -21,6 +21,7 @@ from penstock.serve.bodies import (
     INT32_MAX,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
     MAX_SUFFIX_CHARS,
     Body,
     NotYet,
@@ -50,8 +51,6 @@ MAX_TEXTS_BETWEEN = 1024
 """Most texts between token ids in all prompts. Each text is tokenised by itself."""
 MAX_RESPONSE_FIELDS, MAX_RESPONSE_FIELD_CHARS = 64, 256
 MAX_INDENT = 4096
-MAX_BIASED_TOKENS = 1024
-"""Most tokens in `logit_bias`. Each answer repeats them, and each step applies them."""
 MAX_PREDICT_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
 RANDOM_SEEDS = (-1, 2**32 - 1)
