@@ -44,7 +44,7 @@ MAX_VALUE_DEPTH = 246
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_SUFFIX_CHARS = 2**20
-# Requests keep these lists as objects while they wait and run, up to 120 bytes an entry.
+# Requests keep these lists as objects while they wait and run, up to 300 bytes an entry at a replica.
 MAX_BIASED_TOKENS = 1024
 MAX_ALLOWED_TOKENS = 8192
 MAX_BAD_WORDS, MAX_BAD_WORD_CHARS, MAX_BAD_WORDS_CHARS = 256, 1000, 8192
@@ -262,6 +262,7 @@ LogitBias = Annotated[
     ),
 ]
 """Biases by token id. `calls.check` checks the entries up to the first wrong one."""
+AllowedTokens = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)]
 
 
 def _check_bad_words(words: list[str]) -> list[str]:
@@ -468,9 +469,7 @@ class GenerationFields(Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: MaxTokens | None = None
     logit_bias: LogitBias | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKENS, fail_fast=True)] | None = (
-        None
-    )
+    allowed_token_ids: AllowedTokens | None = None
     bad_words: BadWords | None = None
     stop: StopStrings | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] | None = None

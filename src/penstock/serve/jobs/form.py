@@ -114,8 +114,8 @@ def _param(header: str, value: str, name: str) -> str:
     message[header] = "".join(char for char in value if char.isprintable()).strip()
     try:
         found = message.get_param(name, "", header)
-    except (TypeError, ValueError):  # it sorts the parts of a parameter (RFC 2231), and one may lack a number
-        raise _malformed(f"{header} has a parameter twice") from None
+    except TypeError:  # it sorts the parts of a parameter (RFC 2231), and one may lack a number
+        raise _malformed(f"{header} has a parameter both whole and in parts") from None
     return found[2] if isinstance(found, tuple) else str(found)
 
 
