@@ -643,7 +643,7 @@ def test_a_failed_engine_is_an_error_and_then_made_anew(path: Path, monkeypatch:
     [
         (RejectReason.UNAVAILABLE, EngineState.READY, ""),
         (RejectReason.UNAVAILABLE, EngineState.RESTARTING, " The engine restarts after a failure: ask again in a few seconds."),
-        (RejectReason.UNAVAILABLE, EngineState.FAILED, " The engine failed too often: load the model again."),
+        (RejectReason.UNAVAILABLE, EngineState.FAILED, " The engine can't be restarted: load the model again."),
         (RejectReason.NEVER_FITS, EngineState.RESTARTING, ""),
     ],
 )

@@ -329,7 +329,7 @@ class Reading:
 
 _REMEDIES = {
     EngineState.RESTARTING: "The engine restarts after a failure: ask again in a few seconds.",
-    EngineState.FAILED: "The engine failed too often: load the model again.",
+    EngineState.FAILED: "The engine can't be restarted: load the model again.",
 }
 
 

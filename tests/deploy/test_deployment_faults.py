@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,19 @@ import pytest
 
 from penstock.admission.ask import Ask
 from penstock.backends.native.executor import NativeExecutor
-from penstock.config import AdmissionConfig, Backend, BackendConfig, Config, KvConfig, ModelConfig, SchedulerConfig
+from penstock.config import AdmissionConfig, Backend, BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig
 from penstock.deploy.factory import make_lasting, serve_model, start_model
 from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.deploy.running import RunningModel
 from penstock.engine import thread as engine_thread
 from penstock.models.catalog import resolve
 from penstock.testing.builders import make_request
-from penstock.types.errors import NotEnoughFreeMemory, NotEnoughMemory, Rejected, RejectReason
+from penstock.types.errors import ModelChanged, NotEnoughFreeMemory, NotEnoughMemory, Rejected, RejectReason
 from support.reading import chunks_of
 from support.server.harness import wait_until
-from support.tiny_models import TinyLlama, write_gguf
+from support.tiny_adapters import factors_of_llama, write_adapter
+from support.tiny_heads import write_head
+from support.tiny_models import TinyLlama, write_gguf, write_hf
 
 MIB = 1 << 20
 
@@ -146,6 +149,31 @@ def test_an_engine_that_is_made_anew_is_counted_beside_the_one_whose_step_hangs(
     hung_step.set()
     running.close()
     wait_until(lambda: resources.memory.left_bytes() == left_bytes + share.num_bytes)  # the hung thread gives its share back
+
+
+@pytest.mark.parametrize("changed", ["large", "adapter", "head", "small"])
+def test_an_engine_is_not_made_anew_of_files_that_replaced_the_models(tmp_path: Path, changed: str) -> None:
+    """The tokenizer, the fingerprint and the blocks on disk would be another model's."""
+    tiny = TinyLlama(num_layers=7)
+    write_hf(tmp_path / "large", tiny)
+    write_adapter(tmp_path / "adapter", factors_of_llama(tiny))
+    write_head(tmp_path / "head", tiny)
+    write_gguf(tmp_path / "small.gguf", tiny)
+    guesser = tmp_path / ("small.gguf" if changed == "small" else "head")
+    config = config_of(tmp_path / "large", Backend.NATIVE, lora=LoraConfig(merge_lora=(str(tmp_path / "adapter"),)))
+    config = replace(config, scheduler=replace(config.scheduler, speculation_model=str(guesser)))
+    running = start_model(config, resolve(config.model.model, tmp_path))
+    make = running.engine._make_engine  # type: ignore[union-attr]
+    try:
+        make(lambda: None).close(0.0)
+        file = guesser if changed == "small" else next((tmp_path / changed).glob("*.safetensors"))
+        new = tmp_path / "new"
+        new.write_bytes(file.read_bytes()[:-1] + b"\x01")
+        new.replace(file)
+        with pytest.raises(ModelChanged, match=rf"{changed}\S* has changed since the model was loaded"):
+            make(lambda: None)
+    finally:
+        running.close()
 
 
 def test_what_a_tenant_has_used_is_remembered_when_its_model_is_loaded_again(path: Path) -> None:

@@ -16,7 +16,7 @@ from penstock.engine.supervisor import MAX_RESTARTS, Supervisor
 from penstock.engine.thread import ENGINE_FAILED, ENGINE_STUCK, Engine
 from penstock.testing.builders import make_core, make_request
 from penstock.testing.hash_executor import HashExecutor
-from penstock.types.errors import RejectReason
+from penstock.types.errors import ModelChanged, RejectReason
 from penstock.types.request import FinishReason
 from support.engine.thread import TIMEOUT_S, TINY, GatedExecutor, Numbers, Sink
 from support.failing_executor import FailingExecutor
@@ -195,6 +195,14 @@ def test_an_engine_that_can_not_be_made_is_tried_again(started):
     rig.run("a")
     until(lambda: rig.supervisor.state is EngineState.READY)
     assert rig.run("later").finish_reason is FinishReason.LENGTH
+
+
+def test_an_engine_whose_models_files_have_changed_is_given_up_at_once(started, caplog):
+    rig = started(breaking(), ModelChanged("the file has changed"), HashExecutor(TINY))
+    rig.run("a")
+    rig.threads["penstock-watchdog"].join(TIMEOUT_S)
+    assert (rig.supervisor.state, len(rig.executors)) == (EngineState.FAILED, 1)
+    assert "could not be restarted: the file has changed" in caplog.text
 
 
 def test_what_never_works_is_given_up_and_said(started, caplog):

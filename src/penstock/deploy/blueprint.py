@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, cast
 from penstock.config import Backend, BackendConfig, KvConfig, LoraConfig, ModelConfig
 from penstock.deploy.sizing import AdapterRoom, KvPlan, wanted_len
 from penstock.types.adapter import MergedAdapter
+from penstock.types.errors import ModelChanged
 from penstock.types.kv_dtype import KvDtype
 from penstock.types.plan import Capacity
 
@@ -80,15 +81,24 @@ class Loading:
     settings: ModelConfig
     floats: Floats
     merged: tuple[MergedAdapter, ...]
+    files: Mapping[Path, bytes]
+    """`fingerprints` of what `load` reads, from before the first load."""
     head: Path | None = None
     """Folder of a draft head for the model."""
     is_of_head: bool = False
     """Load the head in place of the model."""
 
     def load(self, *, max_weight_bytes: int | None = None) -> LoadedModel:
-        """Read the headers of the files. Raises ModelError, also if the weights take more than `max_weight_bytes`."""
-        from penstock.models.load import load_model
+        """Read the headers of the files. Raises ModelError, also if the weights take more than `max_weight_bytes`.
 
+        Raises ModelChanged if the files are not the first load's, and OSError if that can't be found out.
+        """
+        from penstock.models.load import fingerprint, load_model
+
+        for path, known in self.files.items():
+            if fingerprint(path) != known:
+                remedy = "Load the model again, or restart the server."
+                raise ModelChanged(f"{path} has changed since the model was loaded.", remedy=remedy)
         model = load_model(
             self.source,
             max_weight_bytes=max_weight_bytes,
@@ -110,6 +120,16 @@ class Loading:
 
         head = load_head(self.head, model)
         return head.model if self.is_of_head else head.attached(model)
+
+
+def fingerprints(*paths: Path) -> dict[Path, bytes]:
+    """Return the fingerprint of each file or folder, or nothing if one can't be read: its load says so better."""
+    from penstock.models.load import fingerprint
+
+    try:
+        return {path: fingerprint(path) for path in paths}
+    except OSError:
+        return {}
 
 
 def _check_vocab(vocab: GgufVocab) -> None:

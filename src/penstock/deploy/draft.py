@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from penstock.config import LoraConfig
 from penstock.config.units import format_size
-from penstock.deploy.blueprint import Blueprint
+from penstock.deploy.blueprint import Blueprint, fingerprints
 from penstock.deploy.executor import SeatOf, build_executor
 from penstock.deploy.resources import MemoryShare
 from penstock.deploy.sizing import KvPlan
@@ -56,6 +56,7 @@ def with_head(blueprint: Blueprint, model: LoadedModel, path: Path, left_bytes: 
     from penstock.models.eagle import load_head
 
     _check_no_state(model)
+    loading = replace(blueprint.loading, head=path, files={**blueprint.loading.files, **fingerprints(path)})
     head = load_head(path, model)
     (shape,), capacity, compute = head.program.kv_shapes, blueprint.measured_plan.capacity, blueprint.compute
     if compute.kv_dtype is KvDtype.INT4:  # one layer saves little, and not all heads have a width that fits
@@ -72,7 +73,7 @@ def with_head(blueprint: Blueprint, model: LoadedModel, path: Path, left_bytes: 
     small = replace(
         blueprint,
         names=(head.model.name,),
-        loading=replace(blueprint.loading, head=path, is_of_head=True),
+        loading=replace(loading, is_of_head=True),
         compute=compute,
         lora=LoraConfig(),
         plan=KvPlan(capacity, num_kv_bytes, is_shortened=False),
@@ -81,7 +82,7 @@ def with_head(blueprint: Blueprint, model: LoadedModel, path: Path, left_bytes: 
         packed=None,
     )
     share = replace(blueprint.share, num_draft_bytes=num_bytes)
-    return replace(blueprint, loading=replace(blueprint.loading, head=path), draft=small, share=share), head.attached(model)
+    return replace(blueprint, loading=loading, draft=small, share=share), head.attached(model)
 
 
 def _check_no_state(model: LoadedModel) -> None:

@@ -23,7 +23,7 @@ from penstock.config.saved import settings_hash
 from penstock.config.setting import settings_of
 from penstock.config.units import nanoseconds
 from penstock.deploy import sizing
-from penstock.deploy.blueprint import Blueprint, Compute, Loading
+from penstock.deploy.blueprint import Blueprint, Compute, Loading, fingerprints
 from penstock.deploy.checks import check_block_size, check_cache, check_model
 from penstock.deploy.device import pinned_cpus, weight_room_bytes
 from penstock.deploy.experts import check_disk, check_experts
@@ -323,7 +323,9 @@ def _loading(config: Config, source: ModelSource, compute: Compute) -> Loading:
             "merge_lora is set, and so is lora_modules or lora_dir: their adapters were trained beside another model.",
             remedy="Leave --merge-lora out, and ask for its adapter by name.",
         )
-    return Loading(source=source, settings=config.model, floats=compute.floats, merged=config.lora.merged)
+    merged = config.lora.merged
+    files = fingerprints(source.path, *(Path(adapter.path) for adapter in merged))
+    return Loading(source=source, settings=config.model, floats=compute.floats, merged=merged, files=files)
 
 
 # --- memory ---

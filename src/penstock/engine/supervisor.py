@@ -1,7 +1,7 @@
 """Keeps an engine running: replaces an engine that failed or hangs.
 
 An engine is never repaired: KV that was being written when a step failed can't be trusted. After more than MAX_RESTARTS within
-WINDOW_S the state is FAILED.
+WINDOW_S, or if the model's files have changed, the state is FAILED.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from penstock.clock import Clock
 from penstock.engine.state import SHUTTING_DOWN, EngineState
 from penstock.engine.thread import ABORT_GRACE_S, Engine
 from penstock.kv.pool_map import PoolMap
+from penstock.types.errors import ModelChanged
 from penstock.types.request import Request
 from penstock.types.stats import EngineLoad
 
@@ -129,7 +130,7 @@ class Supervisor:
             _logger.exception("the executor of the engine that failed could not be closed; its memory may be lost")
 
     def _restart(self, reason: str) -> bool:
-        """Replace the failed engine. Return False after the last attempt."""
+        """Replace the failed engine. Return False after the last attempt, or if none can succeed."""
         while not self._is_closing and self._may_restart():
             if self._news.wait(self._delay_s()):  # closing, or a late report of the failed engine
                 self._news.clear()
@@ -138,6 +139,9 @@ class Supervisor:
             self._restarts_ns.append(self._clock.now_ns())
             try:
                 self._put_in_place(self._make_engine(self._news.set))
+            except ModelChanged as error:
+                _logger.critical("the engine could not be restarted: %s", error)
+                break
             except Exception:
                 _logger.exception("the engine could not be restarted")
                 continue

@@ -59,6 +59,10 @@ class ModelError(PenstockError):
     """A model file is missing, corrupt, truncated or of an unsupported kind."""
 
 
+class ModelChanged(ModelError):
+    """A model's files are not those that it was loaded from, so its engine can't be made anew from them."""
+
+
 def damaged(path: object, cause: str) -> ModelError:
     """Return the error for a model's file that is damaged, incomplete or contradicts itself."""
     remedy = "The file may be damaged: fetch it again and compare checksums. If they match, its converter is at fault."
