@@ -509,6 +509,33 @@ def test_a_model_that_is_put_aside_keeps_the_names(disk: Disk, tmp_path: Path) -
         assert is_there(adapters, ref)
 
 
+def test_files_that_changed_are_another_adapter_when_the_model_comes_back(disk: Disk, tmp_path: Path) -> None:
+    """But another process's adapter is the content that it read."""
+    with registry(disk, tmp_path, "a") as adapters:
+        prints = [load(adapters, "b", write_adapter(tmp_path / "folder" / "b", ONE)).fingerprint]
+        ref = found(adapters, "a")
+        adapters.want(ref)
+        disk.wait(2)
+        del ref
+        adapters.with_content(prints[0], tmp_path / "a")
+        for folder in (tmp_path / "a", tmp_path / "folder" / "b"):
+            write_adapter(folder, ONE, lora_alpha=7)
+        adapters.close()
+        adapters.connect(disk.read, disk.pack, max_bytes=1 << 30)
+        adapters.listen(disk.ended.release)
+        for name in "ab":
+            ref = found(adapters, name)
+            adapters.want(ref)
+            disk.wait()
+            assert is_there(adapters, ref)
+            prints.append(ref.fingerprint)
+        other = adapters.with_content(prints[0], tmp_path / "a")
+        adapters.want(other)
+        disk.wait()
+        assert "files changed while it was used" in adapters.state(other.number).failure
+    assert len(set(prints)) == 2
+
+
 def test_memory_has_room_for_so_many_bytes_those_of_reading_included(disk: Disk, tmp_path: Path) -> None:
     disk.num_values = 100
     need = 100 * READ_BYTES

@@ -385,6 +385,10 @@ class Adapters:
                 self._retire(one.adapter)
             for adapter in list(self._in_memory.values()):
                 self._drop_packed(adapter)
+            for entry in self._names.values():
+                if (named := entry.adapter) is not None and not (named.is_held or named.failure):
+                    entry.adapter = None  # the files may have changed when the model is loaded again
+                    self._retire(named)
         for one in asked.values():
             if one.done.set_running_or_notify_cancel():
                 one.done.set_exception(_leaving(one.adapter.path))
