@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import threading
 from collections.abc import Iterator
@@ -165,6 +166,8 @@ def test_an_engine_is_not_made_anew_of_files_that_replaced_the_models(tmp_path: 
     running = start_model(config, resolve(config.model.model, tmp_path))
     make = running.engine._make_engine  # type: ignore[union-attr]
     try:
+        for folder, name in itertools.product(("large", "adapter", "head"), ("README.md", ".penstock-complete", "other.gguf")):
+            (tmp_path / folder / name).write_text("not read by the load")
         make(lambda: None).close(0.0)
         file = guesser if changed == "small" else next((tmp_path / changed).glob("*.safetensors"))
         new = tmp_path / "new"

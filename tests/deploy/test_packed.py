@@ -195,7 +195,7 @@ def test_a_folder_that_can_t_be_read_is_a_warning(
 def test_a_model_file_that_can_t_be_read_is_a_warning(
     model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, **kwargs: bool) -> bytes:
         raise PermissionError(errno.EACCES, "Permission denied", str(path / "optimizer.pt"))
 
     pack(config_of(model))

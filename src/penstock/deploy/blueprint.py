@@ -96,7 +96,7 @@ class Loading:
         from penstock.models.load import fingerprint, load_model
 
         for path, known in self.files.items():
-            if fingerprint(path) != known:
+            if fingerprint(path, has_others=False) != known:
                 remedy = "Load the model again, or restart the server."
                 raise ModelChanged(f"{path} has changed since the model was loaded.", remedy=remedy)
         model = load_model(
@@ -127,7 +127,7 @@ def fingerprints(*paths: Path) -> dict[Path, bytes]:
     from penstock.models.load import fingerprint
 
     try:
-        return {path: fingerprint(path) for path in paths}
+        return {path: fingerprint(path, has_others=False) for path in paths}
     except OSError:
         return {}
 

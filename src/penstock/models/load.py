@@ -75,15 +75,17 @@ def load_adapter(
     return read(path, spec, program, max_rank, files or AdapterFiles(), is_merged=is_merged)
 
 
-def fingerprint(path: Path, *, has_times: bool = True) -> bytes:
+def fingerprint(path: Path, *, has_times: bool = True, has_others: bool = True) -> bytes:
     """Return 32 bytes that identify a model's file, all files of a split one, or the files of a folder. Raises OSError.
 
     A folder's files include those of its modules, such as `2_Dense`. The bytes depend on names, sizes, samples of the content
-    and, with `has_times`, on the times of the last change.
+    and, with `has_times`, on the times of the last change. Without `has_others`, only safetensors and JSON files of
+    a folder count: not README.md, the marker of a download, or a GGUF model that lies there, too.
     """
     digest = blake2b(digest_size=32)
     if path.is_dir():
         folder, files = path, sorted(file for file in [*path.iterdir(), *path.glob("[1-9]_*/*")] if file.is_file())
+        files = [file for file in files if has_others or file.suffix in (".safetensors", ".json")]
     else:
         folder, files = path.parent, [path, *(file for file in split_files(path)[1:] if file.is_file())]
     for file in files:
