@@ -13,7 +13,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock.config import Backend, BackendConfig, Config, KvConfig, Load, ModelConfig, SchedulerConfig, SharingConfig
+from penstock.config import (
+    Backend,
+    BackendConfig,
+    Config,
+    KvConfig,
+    Load,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    SharingConfig,
+)
 from penstock.deploy import engine_maker, factory
 from penstock.deploy.draft import open_draft
 from penstock.deploy.factory import start_deployment, start_model
@@ -96,6 +106,12 @@ def test_it_counts_as_the_model_s_memory(large: Path, small: Path) -> None:
     assert share is not None
     assert 0 < share.num_draft_bytes < share.num_kv_bytes
     assert "draft model" in str(share)
+
+
+def test_settings_of_the_server_are_not_for_it(large: Path, small: Path) -> None:
+    """It has no prefix cache, whose changes could be published."""
+    wanted = replace(config(small), server=ServerConfig(kv_events="127.0.0.1:5557", kv_events_topic="kv"))
+    assert factory.plan_share(wanted, resolve(str(large), large.parent), Resources()).num_draft_bytes
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from penstock.config import Config, KvConfig, Load, LoraConfig, ModelConfig, SchedulerConfig
+from penstock.config import Config, KvConfig, Load, LoraConfig, ModelConfig, SchedulerConfig, ServerConfig
 from penstock.config.routing import Routing
 from penstock.config.units import format_size, nanoseconds
 from penstock.deploy.build import build
@@ -267,6 +267,7 @@ def _draft_config(config: Config, blueprint: Blueprint) -> Config:
         kv=KvConfig(block_size=config.kv.block_size, kv_cache_dtype=config.kv.kv_cache_dtype, prefix_caching=False),
         lora=LoraConfig(),
         scheduler=SchedulerConfig(max_num_seqs=compute.max_rows, max_num_batched_tokens=compute.max_step_tokens),
+        server=ServerConfig(),
     )
 
 
