@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,14 @@ from penstock.config import (
 from penstock.deploy import engine_maker, factory
 from penstock.deploy.draft import open_draft
 from penstock.deploy.factory import start_deployment, start_model
+from penstock.deploy.resolve import packed_weights
 from penstock.deploy.resolve import resolve as resolve_blueprint
 from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.engine import supervisor
 from penstock.engine.draft_model import DraftModel
 from penstock.engine.state import EngineState
 from penstock.models.catalog import resolve
+from penstock.models.packed_file import write_packed
 from penstock.sched.guessing import Guessing
 from penstock.testing.builders import make_request
 from penstock.types.errors import ConfigError, ExecutorFailure, ModelError, NotEnoughMemory
@@ -112,6 +115,17 @@ def test_settings_of_the_server_are_not_for_it(large: Path, small: Path) -> None
     """It has no prefix cache, whose changes could be published."""
     wanted = replace(config(small), server=ServerConfig(kv_events="127.0.0.1:5557", kv_events_topic="kv"))
     assert factory.plan_share(wanted, resolve(str(large), large.parent), Resources()).num_draft_bytes
+
+
+def test_its_packed_weights_are_used(large: Path, small: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    alone = replace(config(None), model=ModelConfig(model=str(small), cache_dir=str(tmp_path)))
+    packed = packed_weights(alone, small)
+    _, _, executor = factory.open_executor(alone, resolve(str(small), small.parent))
+    with closing(executor):
+        write_packed(packed.path, packed.identity(), executor.packed)  # type: ignore[attr-defined]
+    caplog.set_level(logging.INFO)
+    start(large, replace(config(small), model=ModelConfig(cache_dir=str(tmp_path)))).close()
+    assert f"weights are mapped from {packed.path}" in caplog.text
 
 
 @pytest.fixture

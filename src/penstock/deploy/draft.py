@@ -41,7 +41,9 @@ def with_draft(blueprint: Blueprint, model: LoadedModel, small: Blueprint, small
     longest = min(capacity.max_model_len, most.max_model_len, (num_blocks - 1) * capacity.block_size)
     num_kv_bytes = num_blocks * (plan.num_bytes // capacity.num_blocks)
     capacity = replace(capacity, num_blocks=num_blocks, max_model_len=longest)
-    small = replace(small, plan=replace(plan, capacity=capacity, num_bytes=num_kv_bytes))
+    # `penstock pack` packs a model that can draft for the task `auto`.
+    packed = None if small.packed is None else replace(small.packed, task="auto")
+    small = replace(small, plan=replace(plan, capacity=capacity, num_bytes=num_kv_bytes), packed=packed)
     num_bytes = small.share.num_weight_bytes + num_kv_bytes + small.share.num_step_bytes
     return replace(blueprint, draft=small, share=replace(blueprint.share, num_draft_bytes=num_bytes))
 
