@@ -10,10 +10,11 @@ from penstock.sched.drafting import Drafted
 from penstock.sched.policies.base import Guess, Guesser
 from penstock.sched.policies.budgets import HoldLatency
 from penstock.sched.policies.presets import make_policies
+from penstock.testing import make_request
 from penstock.testing.hash_executor import mix
 from penstock.types.request import Request
 from penstock.types.stats import StepCounts
-from support.timed_steps import MODEL, Knowing, Timed, answer_of
+from support.timed_steps import CAPACITY, MODEL, Knowing, Timed, answer_of
 
 
 class Small:
@@ -144,6 +145,42 @@ def test_guesses_are_counted_by_who_made_them() -> None:
     assert make_policies().guesser.source == "suffix"
 
 
+class TestTrials:
+    """Requests one after another, with drafts that are not worth their time at first."""
+
+    @staticmethod
+    def answer(timed: Timed, num: int, num_prompt: int) -> None:
+        for _ in range(num):
+            request = make_request(f"next-{timed.now_ns}", [*range(30)] * (num_prompt // 30) + [1], max_tokens=60)
+            timed.requests = [request]
+            timed.scheduler.add(request, timed.now_ns)
+            while request.finish_reason is None:
+                timed.step()
+
+    @pytest.mark.parametrize("fixed_ms", [1, 4, 8])
+    @pytest.mark.parametrize("num_prompt", [0, 30, 120])
+    def test_drafts_that_become_good_are_made_again(self, num_prompt: int, fixed_ms: int) -> None:
+        small = Small(0.1, 1, fixed_ns=fixed_ms * 1_000_000, each_ns=50_000)
+        timed = timed_with(small, 0)
+        self.answer(timed, 20, num_prompt)
+        small.probability, small.wrong_period = 0.9, 1000
+        self.answer(timed, 20, num_prompt)
+        before = small.num_drafted
+        self.answer(timed, 1, num_prompt)
+        assert small.num_drafted - before > 40
+
+    def test_one_that_needs_several_steps_is_read_to_its_end(self) -> None:
+        small = Small(0.1, 1, fixed_ns=4_000_000, each_ns=300_000)
+        timed = timed_with(small, 0)
+        self.answer(timed, 20, 120)
+        before, num_reads, began_ns = small.num_drafted, len(small.reads), timed.now_ns
+        self.answer(timed, 60, 120)
+        assert small.num_drafted > before
+        reads = small.reads[num_reads:]
+        assert 16 <= max(reads) < 20
+        assert 4_000_000 * len(reads) + 300_000 * sum(reads) < 0.015 * (timed.now_ns - began_ns)
+
+
 class TestTarget:
     @pytest.mark.parametrize(
         ("slo_ms", "each_ms", "has_drafts"), [(40, 1, True), (28, 1, True), (23, 1, False), (40, 15, False)]
@@ -221,6 +258,15 @@ class TestRows:
         assert min(small.num_read["r1"], small.num_read["r2"]) >= 150
         first = next(idx for idx, num in enumerate(small.reads) if num > 16)
         assert 16 < max(small.reads[first + 1 :]) < 80, "it was not known before what reading takes"
+
+    def test_no_more_is_read_than_a_step_can_hold(self) -> None:
+        small = Small(each_ns=1_000)
+        timed = timed_with(small, 3)
+        for long in timed.requests:
+            long.prompt_token_ids = tuple([*range(30)] * 5)
+            long.num_tokens, long.max_total_tokens = len(long.prompt_token_ids), 195
+        ns_a_token(timed, 25)
+        assert max(small.reads) == CAPACITY.max_step_tokens
 
     def test_nothing_is_left_of_requests_that_ended(self) -> None:
         small = Small()

@@ -84,8 +84,9 @@ class _Record:
 class Drafting:
     """Requests drafts from a small model while they pay off. Learns their cost, and how often they are accepted."""
 
-    def __init__(self, drafter: Drafter) -> None:
-        self._drafter = drafter
+    def __init__(self, drafter: Drafter, max_step_tokens: int) -> None:
+        """`max_step_tokens`: most tokens in a step of the small model, as of the large one."""
+        self._drafter, self._max_step_tokens = drafter, max_step_tokens
         self._cost = StepCost()
         """Costs of the small model's steps. A row's last token counts as a decode, the tokens before it as prefill."""
         self._records: dict[str, _Record] = {}
@@ -98,7 +99,9 @@ class Drafting:
         self._sums: list[float] = []
         """Prefix sums of `_sorted`."""
         self._idle_ns = 0.0
-        """Time of the steps since the last draft."""
+        """Time of the steps since the small model last read something."""
+        self._tried_id = ""
+        """Request that a trial has read in part. The rest does not wait: the request could grow faster than it is read."""
         self.spent_ns = 0
         """Time of the small model for the last step."""
         self._sort()
@@ -178,17 +181,23 @@ class Drafting:
         ]
         room = max(MIN_CHUNK_TOKENS, int(READING_SHARE * step_ns / cost.prefill_ns) if cost.is_known else FIRST_TOKENS)
         rest_ns = most_ns - step_ns - guess_ns - cost.least_ns(max(1, len(going)))
-        room = int(min(room, rest_ns / max(cost.prefill_ns, MIN_PREFILL_NS)))
+        room = int(min(room, self._max_step_tokens, rest_ns / max(cost.prefill_ns, MIN_PREFILL_NS)))
         chunks: list[tuple[Request, int]] = []
         for request in sorted(going, key=lambda request: behind[request.request_id]):
             if room > 0:
                 chunks.append((request, min(behind[request.request_id], room)))
                 room -= chunks[-1][1]
         if hopes and not chunks:
-            request = min([request for request, _ in hopes], key=lambda request: behind[request.request_id])
-            num = min(behind[request.request_id], MIN_CHUNK_TOKENS)
-            if cost.estimate_ns(StepRecord(1, num - 1, 0)) < TRIAL_SHARE * self._idle_ns and cost.prefill_ns * num < rest_ns:
-                chunks.append((request, num))
+            tried_id = self._tried_id
+            request = min([one for one, _ in hopes], key=lambda one: (one.request_id != tried_id, behind[one.request_id]))
+            num_behind = behind[request.request_id]
+            num = min(num_behind, room)
+            if num >= min(num_behind, MIN_CHUNK_TOKENS):  # it is read faster than it grows
+                num_steps = -(-num_behind // num)
+                reading_ns = num_steps * cost.estimate_ns(StepRecord(1, num - 1, 0))
+                if request.request_id == tried_id or reading_ns < TRIAL_SHARE * self._idle_ns:
+                    self._tried_id = request.request_id if num_steps > 1 else ""
+                    chunks.append((request, num))
         return chunks
 
     def _worthwhile(self, hopes: Sequence[tuple[Request, float]], rate: float, guess_ns: float) -> list[Request]:

@@ -107,7 +107,7 @@ class Guessing:
 
     def __init__(self, guesser: Guesser, kv: KVManager, capacity: Capacity, drafter: Drafter | None = None) -> None:
         self._guesser = guesser
-        self._drafting = None if drafter is None else Drafting(drafter)
+        self._drafting = None if drafter is None else Drafting(drafter, capacity.max_step_tokens)
         self._kv = kv
         self._capacity = capacity
         self._line = StepLine()
