@@ -60,6 +60,20 @@ class Small:
         self.num_read.pop(request_id, None)
 
 
+class Failing(Small):
+    """Once `has_failed`, its rows fail, so nothing stays read."""
+
+    has_failed = False
+
+    def read(self, chunks: Sequence[tuple[Request, int]]) -> Drafted:
+        drafted = super().read(chunks)
+        if not self.has_failed:
+            return drafted
+        for request, _ in chunks:
+            self.ended(request.request_id)
+        return Drafted({}, drafted.duration_ns)
+
+
 def timed_with(
     small: Small | None,
     num_rows: int = 1,
@@ -178,6 +192,16 @@ class TestTrials:
         assert small.num_drafted > before
         reads = small.reads[num_reads:]
         assert 16 <= max(reads) < 20
+        assert 4_000_000 * len(reads) + 300_000 * sum(reads) < 0.015 * (timed.now_ns - began_ns)
+
+    def test_rows_that_fail_in_the_small_model_cost_little(self) -> None:
+        small = Failing(0.1, 1, fixed_ns=4_000_000, each_ns=300_000)
+        timed = timed_with(small, 0)
+        self.answer(timed, 20, 120)
+        small.has_failed, num_reads, began_ns = True, len(small.reads), timed.now_ns
+        self.answer(timed, 60, 120)
+        reads = small.reads[num_reads:]
+        assert reads
         assert 4_000_000 * len(reads) + 300_000 * sum(reads) < 0.015 * (timed.now_ns - began_ns)
 
 

@@ -101,7 +101,9 @@ class Drafting:
         self._idle_ns = 0.0
         """Time of the steps since the small model last read something."""
         self._tried_id = ""
-        """Request that a trial has read in part. The rest does not wait: the request could grow faster than it is read."""
+        """Request that a trial has read in part, or an empty string."""
+        self._num_trial_steps = 0
+        """Steps that this trial may still take. Without a limit, a row that fails would be read again and again."""
         self.spent_ns = 0
         """Time of the small model for the last step."""
         self._sort()
@@ -187,18 +189,29 @@ class Drafting:
             if room > 0:
                 chunks.append((request, min(behind[request.request_id], room)))
                 room -= chunks[-1][1]
-        if hopes and not chunks:
-            tried_id = self._tried_id
-            request = min([one for one, _ in hopes], key=lambda one: (one.request_id != tried_id, behind[one.request_id]))
-            num_behind = behind[request.request_id]
-            num = min(num_behind, room)
-            if num >= min(num_behind, MIN_CHUNK_TOKENS):  # it is read faster than it grows
-                num_steps = -(-num_behind // num)
-                reading_ns = num_steps * cost.estimate_ns(StepRecord(1, num - 1, 0))
-                if request.request_id == tried_id or reading_ns < TRIAL_SHARE * self._idle_ns:
-                    self._tried_id = request.request_id if num_steps > 1 else ""
-                    chunks.append((request, num))
-        return chunks
+        if chunks or not hopes:
+            return chunks
+        return self._to_try([request for request, _ in hopes], behind, room)
+
+    def _to_try(self, requests: Sequence[Request], behind: Mapping[str, int], room: int) -> Sequence[tuple[Request, int]]:
+        """Return what to read of a request whose drafts are not expected to pay off.
+
+        Its text is read in consecutive steps. They begin once all of them will take less than `TRIAL_SHARE` of `_idle_ns`.
+        """
+        tried_id = self._tried_id
+        request = min(requests, key=lambda one: (one.request_id != tried_id, behind[one.request_id]))
+        num_behind = behind[request.request_id]
+        num = min(num_behind, room)
+        if num < min(num_behind, MIN_CHUNK_TOKENS):  # the request could grow faster than it is read
+            return []
+        if request.request_id != tried_id:
+            num_steps = 1 if num == num_behind else -(-(num_behind - 1) // (num - 1))  # it grows by a token in each
+            if num_steps * self._cost.estimate_ns(StepRecord(1, num - 1, 0)) >= TRIAL_SHARE * self._idle_ns:
+                return []
+            self._num_trial_steps = num_steps
+        self._num_trial_steps -= 1
+        self._tried_id = request.request_id if num < num_behind and self._num_trial_steps else ""
+        return [(request, num)]
 
     def _worthwhile(self, hopes: Sequence[tuple[Request, float]], rate: float, guess_ns: float) -> list[Request]:
         """Return the requests for which another draft is worth its time. `hopes`: (request, chance of its earlier drafts)."""
