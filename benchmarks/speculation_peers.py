@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 import httpx
@@ -73,7 +74,7 @@ def measure(contender: Contender, work: Mapping[tuple[str, int], Sequence[Chat]]
     """Start the server, and let it answer all workloads, one after the other."""
     with started(contender, log) as (_, port):
         url = f"http://127.0.0.1:{port}"
-        rate(url, chats("story", 1), 1)
+        rate(url, [[{"role": "user", "content": "Hello"}]], 1)
         found: Rates = {}
         for (name, clients), asked in work.items():
             found[name, clients] = rate(url, asked, clients)
@@ -95,11 +96,9 @@ def main() -> None:
     longest = Job(arrival_ns=0, num_prompt_tokens=CONTEXT_TOKENS - MAX_TOKENS - 1, num_output_tokens=MAX_TOKENS)
     loads = {max(args.clients): 1}
     setting = Setting(Environments(ENVIRONMENTS), gguf, MODELS[args.model], loads, [longest])
-    work = {
-        (name, clients): chats(name, args.requests or (3 if clients == 1 else 4 * clients))
-        for clients in args.clients
-        for name in args.workloads
-    }
+    counts = {clients: args.requests or (3 if clients == 1 else 4 * clients) for clients in args.clients}
+    left = {name: iter(chats(name, sum(counts.values()))) for name in args.workloads}  # no chat is sent twice
+    work = {(name, clients): list(islice(left[name], num)) for clients, num in counts.items() for name in args.workloads}
     ready = list(prepared(list(dict.fromkeys(side for peer in args.peers for side in PEERS[peer])), setting, setup=args.setup))
 
     def measure_one(contender: Contender, turn: int) -> Rates:

@@ -396,7 +396,7 @@ def test_interrupt_during_unpacking_leaves_nothing(tmp_path, source):
 KILLED = """
 import sys
 from pathlib import Path
-from penstock.models import catalog, wheels
+from penstock.models import catalog
 from penstock.models.catalog import CatalogEntry, CatalogFile
 from penstock.models.pull import pull
 catalog.CATALOG = (CatalogEntry(**{entry!r}),)

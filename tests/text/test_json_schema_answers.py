@@ -79,6 +79,11 @@ ACUTE = {"properties": {"é": {"type": "integer"}}}
             ['{"b":1,"c":2,"é":3,"d":4}'],
             ['{"é":1,"b":2}'],
         ),
+        (
+            {"properties": {"é": {"$ref": "#/additionalProperties"}}, "additionalProperties": {}},
+            ['{"é":1,"a":2}'],
+            ['{"\\u00e9":1}'],
+        ),
     ],
     ids=str,
 )

@@ -81,7 +81,8 @@ START_PATIENCE_NS = 600_000_000_000
 MAX_LOSSES = 3
 """A request is ended if this many replicas in a row failed while they had it, because it may be the cause, or refused it."""
 LOST, ANSWER = "lost", "answer"
-"""Reasons for a move. LOST: the replica died or refused. ANSWER: decode runs on another replica than prefill."""
+"""Reasons for a move. LOST: the replica died, or ended a request that goes on (see `_goes_on`). ANSWER: decode runs on another
+replica than prefill."""
 NOT_RESUMED = "the replica that computed it was lost, and the server does not resume answers"
 _OF_THE_REPLICA = (RejectReason.UNAVAILABLE, RejectReason.DRAINING)
 """Reject reasons that concern only the replica, so the request moves to another one."""
@@ -772,7 +773,7 @@ class Fleet:
             self._end_if_drained()
 
     def _take_refusal(self, flight: Flight, chunk: OutputChunk) -> None:
-        """Take a request back from a replica that ended it for a reason of its own."""
+        """Take a request back from a replica that ended it, to send it again (see `_goes_on`)."""
         assert flight.replica is not None, "it was sent"
         if chunk.reject_reason == RejectReason.UNAVAILABLE:
             is_refusal, ref = chunk.detail not in (ENGINE_FAILED, ENGINE_STUCK), flight.request.adapter

@@ -79,8 +79,8 @@ def fingerprint(path: Path, *, has_times: bool = True, has_others: bool = True) 
     """Return 32 bytes that identify a model's file, all files of a split one, or the files of a folder. Raises OSError.
 
     A folder's files include those of its modules, such as `2_Dense`. The bytes depend on names, sizes, samples of the content
-    and, with `has_times`, on the times of the last change. Without `has_others`, only safetensors and JSON files of
-    a folder count: not README.md, the marker of a download, or a GGUF model that lies there, too.
+    and, with `has_times`, on the times of the last change. Without `has_others`, a folder's README, its marker of a download
+    and a GGUF model that lies there do not count: only its safetensors and JSON files.
     """
     digest = blake2b(digest_size=32)
     if path.is_dir():

@@ -204,7 +204,7 @@ class Recorder:
         self._enqueue(1, _Writer.turn, parts_ns)
 
     def on_engine(self) -> None:
-        """Record that the engine was restarted: it has no requests, and counts its steps from 0."""
+        """Record a new engine, after a restart or another load: it has no requests, and counts its steps from 0."""
         self._enqueue(1, _Writer.restart)
 
     def _enqueue(self, num_rows: int, *report: object) -> bool:

@@ -200,6 +200,8 @@ def _keep_names(nodes: Sequence[dict[str, Any]]) -> bool:
     llguidance accepts escaped names for `additionalProperties`. For `patternProperties` it accepts only control characters
     escaped. So an object with `properties` that allows any others does it by `patternProperties`.
     """
+    if any(str(node.get("$ref", "")).endswith("/additionalProperties") for node in nodes):
+        return False  # what it points to is changed below
     opened: list[dict[str, Any]] = []
     for node in nodes:
         names, others = _dict(node, "properties"), node.get("additionalProperties", True)

@@ -93,6 +93,8 @@ class RunningTexts:
         self._found: dict[Text, bytes] = {}
         self._asked: dict[Text, Request] = {}
         """Texts that the engine computes."""
+        self._first: list[Request] = []
+        """Requests made before the first output, which share the limits of waiting."""
         self._num_asked_tokens = 0
         self._num_requests = 0
         self._error: ApiError | None = None
@@ -162,6 +164,9 @@ class RunningTexts:
             key=terms.owner.key,
             second_at=text.tokens.second_at,
         )
+        if not has_begun:
+            self._first.append(request)
+            request.call = self._first
         return request
 
     def report_requests(self, requests: Sequence[Request]) -> None:
