@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-DISK_ERRORS = (*DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS)
-"""Error numbers of a disk that takes no more, and of one that takes nothing from us."""
 
 
 def sync(path: Path) -> None:

@@ -171,7 +171,7 @@ def test_the_image_runs_as_nobody_special_and_without_a_compiler() -> None:
 
 
 def test_the_images_environment_has_pip_to_fetch_models() -> None:
-    """To make the environment takes seconds: tests/image runs its pip."""
+    """Only the word is checked here; tests/image runs that pip."""
     [words] = [words for name, words in instructions() if name == "RUN" and " venv " in words]
     assert "--without-pip" not in words
 

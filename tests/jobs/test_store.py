@@ -456,7 +456,7 @@ def test_a_start_writes_nothing_to_the_database(store):
 
 
 def test_a_start_on_a_full_disk_deletes_contents_and_leaves_their_rows_to_the_next(store):
-    """As after a kill: a content that nobody has, and a hidden file that no batch names."""
+    """After a kill there may be contents without a file, and internal files without a batch."""
     with closing(store.upload(ANN)) as upload:
         file = upload.keep("requests.jsonl", INTERNAL, 100)
     store.content(new_id("file-")).touch()

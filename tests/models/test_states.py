@@ -109,7 +109,7 @@ def test_steps_without_a_largest_are_read_as_all_releases_of_transformers_write_
 
 @pytest.mark.parametrize("embedding", ["embeddings", "embedding"])
 def test_names_and_kinds_of_layers_of_all_forms_of_nemotron_h_are_read(tmp_path: Path, embedding: str) -> None:
-    """As published, with a matrix for each expert, as release 5 of transformers saves it, and as that has it in memory."""
+    """The names that are published, those that release 5 of transformers saves, and those that it has in memory."""
     case = CASES["nemotron_h_moe"]
     kinds = ["moe", "linear_attention", "full_attention", "moe", "mlp"]
     new = {**case.config, "hybrid_override_pattern": None, "layers_block_type": kinds}

@@ -302,7 +302,7 @@ class AnswerOptions(Shown):
     is_empty: bool = False
     """`max_tokens` is 0. The engine still generates one token, which is not shown."""
     shown_special_ids: tuple[int, ...] | None
-    """Special tokens that the client sees, or None for all. The engine's text also has those that mark its parts."""
+    """Special tokens that the client sees, or None for all. The engine also writes those that mark tool calls or reasoning."""
     end_token_ids: frozenset[int]
     """The model's own end tokens. As in vLLM, `stop_reason` never names these."""
 

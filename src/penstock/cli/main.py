@@ -21,7 +21,7 @@ from click.exceptions import NoArgsIsHelpError
 from click.shell_completion import CompletionItem
 
 from penstock import __version__
-from penstock.types.errors import PenstockError
+from penstock.types.errors import DISK_FULL, PenstockError
 
 _COMMANDS = {
     "serve": ("penstock.cli.serve:serve", "Answer HTTP requests: the OpenAI API."),
@@ -134,7 +134,7 @@ def _explain(error: Exception) -> int:
 
 def _told_of_disk(error: OSError) -> Exception:
     """Return the words for a disk that is full or can't be written, where a command has none of its own. Else the error."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in DISK_FULL:
         what = error.filename or "A file"
         return PenstockError(f"{what} can't be written: the disk is full.", remedy="Free some space, or use another disk.")
     if error.errno in (errno.EACCES, errno.EROFS) and error.filename:

@@ -137,7 +137,7 @@ class Flight:
 
 @dataclass(slots=True)
 class News:
-    """The news of requests in a replica's report: their chunks, and what observers are told."""
+    """A replica's report, sorted: chunks to deliver, and what to tell observers."""
 
     chunks: list[OutputChunk] = field(default_factory=list)
     first: list[Flight] = field(default_factory=list)

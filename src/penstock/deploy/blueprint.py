@@ -89,16 +89,9 @@ class Loading:
     """Load the head in place of the model."""
 
     def load(self, *, max_weight_bytes: int | None = None) -> LoadedModel:
-        """Read the headers of the files. Raises ModelError, also if the weights take more than `max_weight_bytes`.
+        """Read the headers of the files. Raises ModelError, also if the weights take more than `max_weight_bytes`."""
+        from penstock.models.load import load_model
 
-        Raises ModelChanged if the files are not the first load's, and OSError if that can't be found out.
-        """
-        from penstock.models.load import fingerprint, load_model
-
-        for path, known in self.files.items():
-            if fingerprint(path, has_others=False) != known:
-                remedy = "Load the model again, or restart the server."
-                raise ModelChanged(f"{path} has changed since the model was loaded.", remedy=remedy)
         model = load_model(
             self.source,
             max_weight_bytes=max_weight_bytes,
@@ -120,6 +113,15 @@ class Loading:
 
         head = load_head(self.head, model)
         return head.model if self.is_of_head else head.attached(model)
+
+    def check_unchanged(self) -> None:
+        """Raise ModelChanged if the files are not the first load's, and OSError if that can't be found out."""
+        from penstock.models.load import fingerprint
+
+        for path, known in self.files.items():
+            if fingerprint(path, has_others=False) != known:
+                remedy = "Load the model again, or restart the server."
+                raise ModelChanged(f"{path} has changed since the model was loaded.", remedy=remedy)
 
 
 def fingerprints(*paths: Path) -> dict[Path, bytes]:

@@ -429,8 +429,8 @@ class Deployment:
     def _load_wanted(self) -> int | None:
         """Load the models that requests wait for, and unload others to make room. Return when to try again, or None.
 
-        First come models that people wait for, then those that only background requests wait for. An earlier model gets room
-        first. A later one may be loaded sooner if both will fit, or if only background requests wait for the earlier one.
+        Models that people wait for come before those that only background requests wait for, and get room first. A model
+        further behind is loaded sooner if both will fit, or if only background requests wait for the one before it.
         """
         with self._changed:
             wanted = [(served, wish.is_background) for served, wish in self._wanted.items()]

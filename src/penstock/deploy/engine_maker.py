@@ -121,6 +121,9 @@ class EngineMaker:
             if self._engine is not None and self._engine.step_age_ns():  # the failed engine's step still runs
                 engine, self._engine = self._engine, None  # give up each engine only once
                 self._give_up(lambda: engine.is_alive)
+            for one in (self.blueprint, self.blueprint.draft):
+                if one is not None:
+                    one.loading.check_unchanged()
             executor = self._executor_from_files()
             if self._recorder is not None:
                 self._recorder.on_engine()

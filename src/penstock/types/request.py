@@ -129,7 +129,7 @@ class Request:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it computes only its last token, and those that its grammar forced."""
+        """Whether only its last token, and tokens that its grammar forced, are left to compute."""
         return self.num_behind == 1 or self.is_jumping
 
     @property
