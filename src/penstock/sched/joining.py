@@ -7,6 +7,7 @@ while its adapter is being loaded.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
 
 from penstock.kv.manager import KVManager
 from penstock.kv.prefix_cache import NO_HIT, Awaited, PrefixHit
@@ -25,6 +26,17 @@ from penstock.types.stats import Admission, PreemptReason, WaitReason
 CLOSED = GateDecision(max_admissions=0)
 LOAD_STEPS = 4
 """A load of a prefix leaves blocks free for each running request to grow by this many tokens."""
+
+
+class Outcome(Enum):
+    """Result of one attempt to admit a waiting request."""
+
+    ADMITTED = auto()
+    SET_ASIDE = auto()
+    PREEMPTED = auto()
+    """A running request was preempted. Try again before its victim joins: the prefix hit may have changed."""
+    BLOCKED = auto()
+    """The request must wait, and later ones must not overtake it."""
 
 
 class Joining:
@@ -139,8 +151,7 @@ class Joining:
 
         `before`: a running prefill. Only requests that get tokens before this prefill are admitted.
         """
-        counts = step.counts
-        if step.lacks_memory or counts.waits_for is not WaitReason.NOTHING:
+        if step.lacks_memory or step.counts.waits_for is not WaitReason.NOTHING:
             return  # a request waits for a resource, and later ones must not overtake it
         if self.is_background and step.preemptions:
             return
@@ -148,55 +159,57 @@ class Joining:
             return
         has_lower = self._order.is_preemptive or (self._running.num_background > 0 and not self.is_background)
         may_preempt = has_lower and not self._padding.is_active
-        preemptor: Request | None = None
+        again: Request | None = None
         while step.has_tokens and (may_preempt or not self._is_full(step)):
             fresh = self._fresh(step)
-            request = self._next_waiting(fresh, step) if preemptor is None else preemptor
-            preemptor = None
+            request = again or self._next_waiting(fresh, step)
             if request is None or (before is not None and not self._goes_before(request, before, step)):
                 return
-            self.keep_tokens(step, request)
-            if step.tokens_left == 0:
+            outcome = self._try(request, step, may_preempt=may_preempt)
+            if outcome is Outcome.BLOCKED:
                 return
-            packed, ref = None, request.adapter
-            if ref is not None:
-                packed, is_awaited = self._adapters.look_up(request, ref)
-                if is_awaited:
-                    if not self._step_aside(request, self._adapters.wait(ref, step.now_ns), fresh, step):
-                        return
-                    continue
-            hit = self._kv.lookup_prefix(request)
-            awaited = self._kv.prefix.find_coming(request, hit)
-            if awaited is not None and not self._goes_past(request, awaited.leader, step):
-                if not self._step_aside(request, awaited, fresh, step):
-                    return
-                continue
-            num_behind = request.num_tokens - hit.num_tokens
-            is_long = step.is_long(num_behind)
-            if is_long and request.status is RequestStatus.WAITING and not self._may_start_long(request, step):
-                self.waiting.hold_back(request, step.now_ns)
-                step.set_aside.append((request.request_id, WaitReason.TOKENS))
+            again = request if outcome is Outcome.PREEMPTED else None
+            if again is None:
                 step.num_let_in += request is fresh
-                continue
-            has_tokens = not self._padding.is_active or self._padding.pad_prompt(request, step)
-            query_len = step.chunk_of(request, hit.num_tokens) if has_tokens else 0
-            if query_len == 0:
-                counts.waits_for = WaitReason.TOKENS
-                return
-            candidate = Candidate(request, hit, query_len, packed)
-            counts.waits_for = self._lacks(candidate, step)
-            if counts.waits_for is not WaitReason.NOTHING:
-                if not may_preempt or not self._preempt_one(candidate, step):
-                    return
-                counts.waits_for = WaitReason.NOTHING
-                preemptor = request  # try it again before its victim: its prefix hit may have changed
-                continue
-            if self._waits_for_load(request, hit, step):
-                return
-            self._admit(candidate, step)
-            if is_long:
-                step.long_prefills.append(request)
-            step.num_let_in += request is fresh
+
+    def _try(self, request: Request, step: StepBuilder, *, may_preempt: bool) -> Outcome:
+        """Admit the request, set it aside, or preempt one running request for it."""
+        self.keep_tokens(step, request)
+        if step.tokens_left == 0:
+            return Outcome.BLOCKED
+        packed, ref = None, request.adapter
+        if ref is not None:
+            packed, is_awaited = self._adapters.look_up(request, ref)
+            if is_awaited:
+                return self._step_aside(request, self._adapters.wait(ref, step.now_ns), step)
+        hit = self._kv.lookup_prefix(request)
+        awaited = self._kv.prefix.find_coming(request, hit)
+        if awaited is not None and not self._goes_past(request, awaited.leader, step):
+            return self._step_aside(request, awaited, step)
+        is_long = step.is_long(request.num_tokens - hit.num_tokens)
+        if is_long and request.status is RequestStatus.WAITING and not self._may_start_long(request, step):
+            self.waiting.hold_back(request, step.now_ns)
+            step.set_aside.append((request.request_id, WaitReason.TOKENS))
+            return Outcome.SET_ASIDE
+        has_tokens = not self._padding.is_active or self._padding.pad_prompt(request, step)
+        query_len = step.chunk_of(request, hit.num_tokens) if has_tokens else 0
+        if query_len == 0:
+            step.counts.waits_for = WaitReason.TOKENS
+            return Outcome.BLOCKED
+        candidate = Candidate(request, hit, query_len, packed)
+        lack = self._lacks(candidate, step)
+        if lack is not WaitReason.NOTHING:
+            step.counts.waits_for = lack
+            if not may_preempt or not self._preempt_one(candidate, step):
+                return Outcome.BLOCKED
+            step.counts.waits_for = WaitReason.NOTHING
+            return Outcome.PREEMPTED
+        if self._waits_for_load(request, hit, step):
+            return Outcome.BLOCKED
+        self._admit(candidate, step)
+        if is_long:
+            step.long_prefills.append(request)
+        return Outcome.ADMITTED
 
     def admit_texts(self, step: StepBuilder) -> None:
         """Admit input texts (embedded or scored whole in one step) while the step has tokens."""
@@ -256,14 +269,12 @@ class Joining:
             return self._adapters.look_up(follower.request, awaited.ref)[1]
         return self._kv.prefix.is_coming(awaited)
 
-    def _step_aside(
-        self, request: Request, awaited: Awaited | AwaitedAdapter, fresh: Request | None, step: StepBuilder
-    ) -> bool:
-        """Set a request aside until `awaited` is ready. Return False if no row can be kept for it, even by preemption."""
+    def _step_aside(self, request: Request, awaited: Awaited | AwaitedAdapter, step: StepBuilder) -> Outcome:
+        """Set a request aside until `awaited` is ready. It is blocked if no row can be kept for it, even by preemption."""
         if self._is_full(step):
             lower = self._groups.running_members(self._lower(request, step))
             if self._num_taken_rows(step) - self._groups.num_rows(lower) >= self._running.max_rows:
-                return False
+                return Outcome.BLOCKED
         num_blocks = self._kv.num_blocks_for(request.num_tokens) + self._kv.num_state_blocks
         reason = WaitReason.ADAPTER
         if isinstance(awaited, Awaited):
@@ -274,8 +285,7 @@ class Joining:
         if isinstance(awaited, Awaited) or not self._adapters.are_late(step.now_ns):
             self._keep_place(follower, step)
         step.set_aside.append((request.request_id, reason))
-        step.num_let_in += request is fresh
-        return True
+        return Outcome.SET_ASIDE
 
     def _keep_place(self, follower: Follower, step: StepBuilder) -> None:
         step.num_promised_rows += follower.request.num_rows
