@@ -225,8 +225,12 @@ def test_old_files_of_gpt_2_have_no_prefix_and_hold_masks(tmp_path: Path) -> Non
         ("gemma4", {"num_global_key_value_heads": 3}),
         ("gemma4", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         ("gemma4", {"rope_parameters": {"rope_type": "default", "rope_theta": 3000.0}}),
-        ("gemma4", {"per_layer_config": {"1": {"head_dim": 24}}}),
+        ("gemma4", {"per_layer_config": {"1": {"head_dim": 40}}}),
+        ("gemma4", {"per_layer_config": {"0": {"head_dim": 40}, "1": {"head_dim": 40}, "3": {"head_dim": 40}}}),
+        ("gemma4", {"per_layer_config": {"1": {"intermediate_size": 90}, "3": {"intermediate_size": 90}}}),
         ("gemma4", {"per_layer_config": {"9": {}}}),
+        ("gemma4", {"per_layer_config": {"3": 40}}),
+        ("qwen3", {"per_layer_config": {"1": {"rms_norm_eps": 0.5}}}),
         ("gemma4_shared", {"vocab_size_per_layer_input": 300}),
         ("gemma", {"hidden_act": "mish"}),
         ("gemma", {"hidden_activation": "gelu"}),
@@ -445,10 +449,25 @@ def test_layers_of_gemma_4_that_keep_nothing_are_computed_for_samples_alone(tmp_
     assert len(attentions) == 6
 
 
-def test_gemma_4_as_release_5_of_transformers_saves_it_is_the_same(tmp_path: Path) -> None:
-    config = CASES["gemma4_moe"].config
-    overrides = {str(layer): {"head_dim": 40, "num_key_value_heads": 1} for layer in (1, 3)}
-    assert spec_of(tmp_path, {**config, "per_layer_config": overrides}) == spec_of(tmp_path, config)
+@pytest.mark.parametrize("name", ["gemma4", "gemma4_keys_as_values", "gemma4_moe", "gemma4_unified"])
+@pytest.mark.parametrize("others", [{}, {"global_head_dim": 26, "num_global_key_value_heads": 2}])
+def test_gemma_4_as_release_5_of_transformers_saves_it_is_the_same(tmp_path: Path, name: str, others: dict[str, int]) -> None:
+    """It writes sizes of layers in place of two older keys, which do not count beside them."""
+    config = CASES[name].config
+    sizes = {"head_dim": config["global_head_dim"]}
+    if "num_global_key_value_heads" in config:
+        sizes["num_key_value_heads"] = config["num_global_key_value_heads"]
+    own = {f"{layer:02}": sizes for layer, kind in enumerate(config["layer_types"]) if kind == "full_attention"}
+    kept = {key: value for key, value in config.items() if "global" not in key}
+    assert spec_of(tmp_path, {**kept, **others, "per_layer_config": own}) == spec_of(tmp_path, config)
+
+
+def test_layers_of_gemma_4_without_sizes_of_their_own_are_as_the_others(tmp_path: Path) -> None:
+    """Release 5 of transformers leaves out sizes that are as in other layers."""
+    config = CASES["gemma4"].config
+    kept = {key: value for key, value in config.items() if "global" not in key}
+    wanted = spec_of(tmp_path, {**kept, "global_head_dim": config["head_dim"]})
+    assert spec_of(tmp_path, {**kept, "per_layer_config": {}}) == wanted
 
 
 @pytest.mark.parametrize(

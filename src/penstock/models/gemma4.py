@@ -115,7 +115,25 @@ def _values(values: Mapping[str, Any], defaults: Mapping[str, Any] = _DEFAULTS) 
     num_layers, kinds = found["num_hidden_layers"], found.get("layer_types")
     if kinds is None and type(num_layers) is int and num_layers <= checks.LIMITS["num_layers"]:
         kinds = [_LOCAL if (number + 1) % 6 else _FULL for number in range(num_layers)]
-    return {**found, "layer_types": [*kinds[:-1], _FULL]} if isinstance(kinds, list) and kinds else found
+    return _with_older_keys({**found, "layer_types": [*kinds[:-1], _FULL]}) if isinstance(kinds, list) and kinds else found
+
+
+def _with_older_keys(values: dict[str, Any]) -> Mapping[str, Any]:
+    """Return the values with `per_layer_config`, which transformers 5.24 saves, turned into the keys of earlier releases.
+
+    As in transformers, it wins over those keys. If they can't express it, it stays, and `read_spec` refuses it.
+    """
+    own, kinds = values.get("per_layer_config"), values["layer_types"]
+    if not isinstance(own, dict) or not all(isinstance(layer, dict) for layer in own.values()):
+        return values
+    usual = {key: values[key] for key in ("head_dim", "num_key_value_heads")}
+    by_layer = {number.lstrip("0") or "0": layer for number, layer in own.items()}
+    sizes = [{**usual, **by_layer.pop(str(number), {})} for number in range(len(kinds))]
+    full = sizes[-1]
+    if by_layer or full.keys() != usual.keys() or sizes != [full if kind == _FULL else usual for kind in kinds]:
+        return values
+    older = {"global_head_dim": full["head_dim"], "num_global_key_value_heads": full["num_key_value_heads"]}
+    return {**values, **older, "per_layer_config": None}
 
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -151,7 +169,6 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         )
         for number, local in enumerate(is_local)
     ]
-    _check_overrides(config, layers)
     size = config.get("hidden_size_per_layer_input", int) or 0
     if size:
         config.only("vocab_size_per_layer_input", spec.vocab_size)
@@ -165,16 +182,6 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         intermediate_size=config.require("moe_intermediate_size", int),
     )
     return _with_mixture(spec, mlp, width, config.path)
-
-
-def _check_overrides(config: JsonFile, layers: Sequence[_Layer]) -> None:
-    """Refuse a `per_layer_config` that contradicts the other keys. Release 5 of transformers writes both."""
-    for number, own in (config.get("per_layer_config", dict) or {}).items():
-        is_layer = number.isdecimal() and len(number) < 5 and int(number) < len(layers) and isinstance(own, dict)
-        layer = layers[int(number)] if is_layer else None
-        known = {} if layer is None else {"head_dim": layer.head_dim, "num_key_value_heads": layer.num_kv_heads}
-        if layer is None or not all(known.get(key) == value for key, value in own.items()):
-            raise checks.unsupported(config.path, f"per_layer_config[{number!r}] is {own!r}", f"{known or 'no such layer'} is")
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:

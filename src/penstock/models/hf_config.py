@@ -149,6 +149,7 @@ def read_spec(
     `names` are our names of the weights. Raises ModelError if their biases contradict config.json. `head_dims`: columns of
     a head for layer types that do not use `head_dim`. `served_len`: tokens of the longest text to serve; None: all positions.
     """
+    config.only("per_layer_config", {})
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)
     for name, key in configured_biases(config, architecture).items():
