@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.backends.native.footprint import expert_bytes
@@ -195,6 +196,19 @@ def test_a_layer_without_experts_has_an_mlp(tmp_path: Path) -> None:
     shapes |= {f"model.layers.1.mlp.{name}.weight": shape for name, shape in dense.items()}
     spec = load(replace(case, shapes=shapes), tmp_path).spec
     assert [type(layer.mlp) for layer in spec.layers] == [ExpertsMlp, GatedMlp]
+
+
+@pytest.mark.parametrize("width", [40, 36, 72])
+def test_experts_of_a_qwen_3_vl_moe_have_inputs_or_outputs_as_rows(tmp_path: Path, width: int) -> None:
+    """Published files have inputs as rows, those that transformers 5.24 saves outputs. One of the tensors may be square."""
+    case, hidden = CASES["qwen3_vl_moe"], 72
+    new = {"experts.gate_up_proj": (7, 2 * width, hidden), "experts.down_proj": (7, hidden, width)}
+    shapes = {name: next((new[end] for end in new if name.endswith(end)), shape) for name, shape in case.shapes.items()}
+    case = replace(case, shapes=shapes, config={**case.config, "moe_intermediate_size": width})
+    published = load(case, tmp_path / "published")
+    saved = load(replace(case, turned=()), tmp_path / "saved")
+    for name, weight in published.weights.items():
+        assert np.array_equal(weight.dequantize(), saved.weights[name].dequantize()), name
 
 
 def test_granite_files_of_older_releases_have_other_names() -> None:

@@ -266,6 +266,7 @@ class Parts:
     names: tuple[str, ...]
     """Suffixes of our names, in the order of their rows. The number of rows of each weight follows from the program."""
     is_transposed: bool = False  # the file has inputs as rows and outputs as columns
+    may_be_transposed: bool = False  # the shapes say whether it is: releases of transformers differ
     is_interleaved: bool = False  # row i belongs to weight i % len(names)
     is_by_kv_head: bool = False
     """Rows are grouped by key-value head: the rows of all weights for the first head, then those for the next."""

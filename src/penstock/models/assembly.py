@@ -6,7 +6,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,6 +128,26 @@ def without_shared_keys(pieces: Mapping[str, list[Piece]], spec: ModelSpec) -> d
     reading = [number for number, layer in enumerate(spec.layers) if getattr(layer.mixer, "kv_layer", None) is not None]
     unused = {f"layers.{number}.{name}" for number in reading for name in ("k", "v", "k_norm", "v_norm")}
     return {name: found for name, found in pieces.items() if name not in unused}
+
+
+def with_layouts(pieces: Mapping[str, list[Piece]], sizes: Sizes) -> dict[str, list[Piece]]:
+    """Return the pieces with `is_transposed` set where a layout `may_be_transposed`.
+
+    The answer is the same for all such tensors of a file: a square one shows nothing, but then the others are not square.
+    """
+    is_transposed = any(
+        sizes.stored[piece.tensor][-1:] != sizes.wanted.get(name, ())[1:]
+        for name, found in pieces.items()
+        for piece in found
+        if piece.layout is not None and piece.layout.may_be_transposed
+    )
+
+    def decided(piece: Piece) -> Piece:
+        if piece.layout is None or not piece.layout.may_be_transposed:
+            return piece
+        return replace(piece, layout=replace(piece.layout, is_transposed=is_transposed))
+
+    return {name: list(map(decided, found)) for name, found in pieces.items()}
 
 
 def shape_of(name: str, pieces: Sequence[Piece], sizes: Sizes) -> tuple[int, int]:

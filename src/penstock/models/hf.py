@@ -19,6 +19,7 @@ from penstock.models.assembly import (
     find_pieces,
     put_together,
     shape_of,
+    with_layouts,
     without_layers,
     without_middle,
     without_shared_keys,
@@ -162,6 +163,7 @@ def load_hf_directory(
     program = architecture.describe(spec)
     stored = {name: tensor.shape for name, tensor in tensors.items()}
     sizes = Sizes(stored, checks.weight_shapes(program), spec)
+    pieces = with_layouts(pieces, sizes)
     found_shapes = {name: shape_of(name, found, sizes) for name, found in pieces.items()}
     checks.check_weights(program, endings.shapes_with_made(architecture, spec, sizes.wanted, found_shapes, path), path)
     first = {name: tensors[found[0].tensor] for name, found in pieces.items()}

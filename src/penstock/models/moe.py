@@ -156,10 +156,10 @@ QWEN3_VL_MOE = replace(
     hf_values=lambda values: {"rope_theta": 5e5, "norm_topk_prob": True, **values},
     hf_layer={
         **QWEN3_MOE.hf_layer,
-        **{f"mlp.{name}": replace(parts, is_transposed=True) for name, parts in _CUBES.items()},
+        **{f"mlp.{name}": replace(parts, may_be_transposed=True) for name, parts in _CUBES.items()},
     },
 )
-"""The text part. Published expert tensors have inputs as rows, those in GGUF files outputs."""
+"""The text part. Published expert tensors have inputs as rows. GGUF files and transformers 5.24 have outputs as rows."""
 QWEN2_MOE = Architecture(
     describe=llama.describe,
     of_hf=_of_qwen2_moe,
