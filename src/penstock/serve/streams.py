@@ -198,8 +198,11 @@ class ChoiceReader:
                 self.is_cut |= not part.is_whole
         return parts if self._has_reasoning else [part for part in parts if not isinstance(part, Reasoning)]
 
+    def parts(self, record: ChoiceRecord) -> list[Part]:
+        return [part for chunk in record.chunks for part in self.read(chunk)]
+
     def whole(self, record: ChoiceRecord) -> Answer:
-        return gather([part for chunk in record.chunks for part in self.read(chunk)])
+        return gather(self.parts(record))
 
     @property
     def num_reasoning_tokens(self) -> int:

@@ -7,6 +7,7 @@ https://platform.claude.com/docs/en/api/errors.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, Literal, NotRequired
 
 from pydantic import ConfigDict
@@ -18,7 +19,7 @@ from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError
 from penstock.serve.shapes import Count, Object, arguments_object
 from penstock.serve.streams import ChoiceReader, ChoiceRecord, Writer
-from penstock.text.answers import Answer, CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
+from penstock.text.answers import CallArguments, CallBegin, CallEnd, Content, Part, Reasoning
 from penstock.types.request import FinishReason
 
 _ERROR_TYPES = {
@@ -151,7 +152,7 @@ class MessageWriter(Writer):
 
     def whole(self, records: Sequence[ChoiceRecord]) -> AnthropicMessage:
         [record] = records
-        content, usage = _blocks(self._choice.whole(record)), self._usage(self.usage.num_cached)
+        content, usage = _blocks(self._choice.parts(record)), self._usage(self.usage.num_cached)
         return {**self._head(), "content": content, **self._end_fields(record.last), "usage": usage}
 
     def _head(self) -> MessageHead:
@@ -230,16 +231,19 @@ def _event(data: Mapping[str, Any]) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (data["type"].encode(), fast_json.dumps(data))
 
 
-def _blocks(answer: Answer) -> list[Block]:
-    """Return the content blocks of a whole answer: reasoning, text and tool calls."""
-    blocks: list[Block] = []
-    if answer.reasoning:
-        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": _SIGNATURE})
-    if answer.content:
-        blocks.append({"type": "text", "text": answer.content})
-    for call in answer.calls:
-        if (value := arguments_object(call.arguments)) is not None:
-            blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": value})
-        else:
-            blocks.append({"type": "text", "text": call.arguments})
+def _blocks(parts: Sequence[Part]) -> list[Block]:
+    """Return the content blocks of a whole answer, in the order of its stream. The input of a cut call is empty."""
+    blocks: list[Any] = []
+    for kind, run in groupby(parts, type):
+        same = [*run]
+        if isinstance(same[0], CallBegin):
+            blocks.append({"type": "tool_use", "id": same[0].call_id, "name": same[0].name, "input": {}})
+            continue
+        text = "".join([part.text for part in same if not isinstance(part, CallBegin)])
+        if kind is Reasoning:
+            blocks.append({"type": "thinking", "thinking": text, "signature": _SIGNATURE})
+        elif kind is Content:
+            blocks.append({"type": "text", "text": text})
+        elif kind is CallArguments and (value := arguments_object(text)) is not None:
+            blocks[-1]["input"] = value
     return blocks

@@ -101,8 +101,7 @@ class OllamaWriter(Writer):
 
     def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
         [record] = records
-        parts = [part for chunk in record.chunks for part in self._choice.read(chunk)]
-        pieces = [piece for part in parts if (piece := self._said(part)) is not None]
+        pieces = [piece for part in self._choice.parts(record) if (piece := self._said(part)) is not None]
         said: dict[str, Any] = {"content": "".join([piece["content"] for piece in pieces])}
         if thinking := "".join([piece.get("thinking", "") for piece in pieces]):
             said["thinking"] = thinking
