@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 
 from support.clients.checks import run
 
@@ -71,5 +72,17 @@ def with_huggingface_hub(url: str) -> None:
     assert (last.generated_text, last.details.generated_tokens) == (text, 8)
 
 
+def with_huggingface_hub_chat(url: str) -> None:
+    from huggingface_hub import InferenceClient
+
+    ask = partial(InferenceClient(base_url=url, api_key=KEY).chat_completion, **ASK, max_tokens=60, temperature=0)
+    form = {"type": "json_schema", "json_schema": {"name": "place", "schema": WEATHER["function"]["parameters"]}}
+    assert set(json.loads(ask(response_format=form).choices[0].message.content)) == {"place"}
+    [call] = ask(tools=[WEATHER], tool_choice="get_weather").choices[0].message.tool_calls
+    assert call.function.name == "get_weather"
+
+
+CHECKS = (with_cohere, with_cohere_tools, with_huggingface_hub, with_huggingface_hub_chat)
+
 if __name__ == "__main__":
-    sys.exit(run("chats", (with_cohere, with_cohere_tools, with_huggingface_hub), lambda _: sys.argv[1]))
+    sys.exit(run("chats", CHECKS, lambda _: sys.argv[1]))

@@ -281,6 +281,7 @@ async def test_tools_that_run_elsewhere_are_left_out(caplog):
     [
         ("required", ["get_weather"]),
         ({"type": "function", "name": "now"}, ["now"]),
+        ("now", ["now"]),
         ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}, ["now"]),
         ("none", []),
     ],
@@ -491,6 +492,7 @@ WRONG = [
         "not the name of a tool",
     ),
     ({"tools": FUNCTIONS, "tool_choice": {"type": "file_search"}}, "tool_choice.type", "'file_search' is not supported"),
+    ({"tools": FUNCTIONS, "tool_choice": {"name": "now"}}, "tool_choice.type", "is missing; it must be 'function'"),
     ({"tool_choice": "required"}, "tool_choice", "there are no 'tools'"),
     ({"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "now", "x": 1}}, "tool_choice.x", "Unknown parameter"),
     (

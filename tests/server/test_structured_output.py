@@ -44,6 +44,10 @@ def by_schema(schema, **fields):
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema} | fields}}
 
 
+def by_value(kind, value):
+    return {"response_format": {"type": kind, "value": value}}
+
+
 def outputs(**fields):
     return {"structured_outputs": fields}
 
@@ -91,6 +95,9 @@ ASKED = {
     "json_schema": (by_schema(SCHEMA), follows_schema),
     "json_schema, not strict": (by_schema(SCHEMA, strict=False, description="Which colour?"), follows_schema),
     "json_object with llama.cpp's schema": ({"response_format": {"type": "json_object", "schema": SCHEMA}}, follows_schema),
+    "json_object with huggingface_hub's value": (by_value("json_object", SCHEMA), follows_schema),
+    "text-generation-inference's json": (by_value("json", SCHEMA), follows_schema),
+    "text-generation-inference's regex": (by_value("regex", "[a-c]{2}-[0-9]{3}"), matches("[a-c]{2}-[0-9]{3}")),
     "json": (outputs(json=SCHEMA), follows_schema),
     "json as text": (outputs(json=json.dumps(SCHEMA)), follows_schema),
     "regex": (outputs(regex="[a-c]{2}-[0-9]{3}"), matches("[a-c]{2}-[0-9]{3}")),
@@ -260,6 +267,11 @@ BAD = [
     ({"response_format": {"type": "json_schema", "schema": {"type": "object"}}}, "response_format.schema"),
     ({"response_format": {"type": "json_object", "json_schema": {"name": "a", "schema": {}}}}, "response_format.json_schema"),
     ({"response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}}, "response_format.json_schema"),
+    (by_value("text", SCHEMA), "response_format.value"),
+    (by_value("json", None), "response_format.value"),
+    (by_value("json", {"type": "nothing"}), "response_format.value"),
+    (by_value("regex", SCHEMA), "response_format.value"),
+    ({"response_format": {"type": "json_object", "schema": SCHEMA, "value": SCHEMA}}, "response_format.value"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": None}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, SCHEMA_PARAM),
@@ -675,7 +687,9 @@ async def test_the_document_describes_the_fields(client):
     assert set(schemas["StructuredOutputs"]["properties"]) >= {"json", "json_object", "regex", "choice", "grammar"}
     assert set(schemas["JsonSchemaFormat"]["properties"]) == {"name", "description", "schema", "strict"}
     assert schemas["JsonSchemaFormat"]["required"] == ["name", "schema"]
-    assert schemas["ResponseFormat"]["properties"]["type"]["enum"] == ["text", "json_object", "json_schema", "structural_tag"]
+    assert schemas["ResponseFormat"]["properties"]["type"]["enum"] == [
+        *("text", "json_object", "json_schema", "structural_tag", "json", "regex")
+    ]
     for body in ("CompletionBody", "ChatCompletionBody"):
         assert {"$ref": "#/components/schemas/ResponseFormat"} in schemas[body]["properties"]["response_format"]["anyOf"]
 

@@ -264,6 +264,11 @@ async def test_without_parallel_calls_there_is_one():
     assert choice["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("choice", ["now", {"function": {"name": "now"}}])
+async def test_a_tool_can_be_named_as_huggingface_hub_does(choice):
+    assert calls_of((await ask("What?", tool_choice=choice))["message"])[0][0] == "now"
+
+
 async def test_with_the_choice_none_nothing_is_told_and_nothing_read():
     choice = await ask(CALL, tool_choice="none")
     assert choice["message"]["content"] == CALL
@@ -553,6 +558,8 @@ REFUSED = [
     ),
     ({"tools": [NOW] * 129}, "tools"),
     ({"tool_choice": "maybe"}, "tool_choice"),
+    ({"tool_choice": {"name": "now"}}, "tool_choice.type"),
+    ({"tool_choice": CHOICE | {"type": "custom"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice.function.name"),
     ({"tool_choice": "required", "tools": []}, "tool_choice"),
     ({"tool_choice": CHOICE | {"strict": True}}, "tool_choice.strict"),

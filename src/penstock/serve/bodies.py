@@ -542,3 +542,17 @@ def json_grammar(schema: Any, param: str) -> Grammar:
     if schema is None:
         return Grammar(GrammarKind.JSON_OBJECT, param=param)
     return grammar_of(GrammarKind.JSON_SCHEMA, schema, param)
+
+
+def value_grammar(kind: str, value: Any, param: str) -> Grammar:
+    """Return the grammar of text-generation-inference's `value`: the pattern of a `regex`, else a schema. Raises 400."""
+    if kind == "regex":
+        if not isinstance(value, str) or not 0 < len(value) <= MAX_REGEX_CHARS:
+            raise invalid(f"'{param}' must be a string of 1 to {MAX_REGEX_CHARS} characters.", param)
+        return grammar_of(GrammarKind.REGEX, value, param)
+    if kind == "json_schema" and isinstance(value, dict) and "schema" in value:
+        value = value["schema"]
+    if not isinstance(value, dict) and not (isinstance(value, str) and 0 < len(value) <= MAX_SOURCE_CHARS):
+        message = f"'{param}' must be an object, or a string of 1 to {MAX_SOURCE_CHARS} characters with an object in JSON."
+        raise invalid(message, param)
+    return grammar_of(GrammarKind.JSON_SCHEMA, value, param)

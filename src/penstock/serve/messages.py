@@ -99,10 +99,12 @@ def read_choice(choice: Any, names: Sequence[str], *, is_parallel: bool, is_nest
             raise invalid("'tool_choice' is 'required', but there are no 'tools'.", "tool_choice")
         case None | "auto" | "none" | "required":
             return ToolChoice(choice or "auto", is_parallel=is_parallel)
+        case str() if choice in names:  # text-generation-inference's
+            return ToolChoice("required", frozenset([choice]), is_parallel=False)
         case str():
-            message = "'tool_choice' must be 'none', 'auto', 'required', or an object that names a tool."
+            message = "'tool_choice' must be 'none', 'auto', 'required', the name of a tool, or an object that names one."
             raise invalid(message, "tool_choice")
-        case {"type": "function"}:
+        case {"type": "function"} | {"function": _} if is_nested or "type" in choice:
             name = _named(choice, names, "tool_choice", is_nested=is_nested)
             return ToolChoice("required", frozenset([name]), is_parallel=False)
         case {"type": "allowed_tools"}:
@@ -114,7 +116,8 @@ def read_choice(choice: Any, names: Sequence[str], *, is_parallel: bool, is_nest
             return ToolChoice(mode, frozenset(found), is_parallel=is_parallel)
     kind = choice.get("type") if isinstance(choice, dict) else None
     told = f" {shorten(kind)!r}" if isinstance(kind, str) else ""
-    raise invalid(f"'tool_choice.type'{told} is not supported; it must be 'function' or 'allowed_tools'.", "tool_choice.type")
+    wrong = "is missing" if kind is None else "is not supported"
+    raise invalid(f"'tool_choice.type'{told} {wrong}; it must be 'function' or 'allowed_tools'.", "tool_choice.type")
 
 
 def _named(one: Any, names: Sequence[str], param: str, *, is_nested: bool) -> str:

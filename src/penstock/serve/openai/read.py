@@ -8,7 +8,15 @@ from starlette.types import Scope
 
 from penstock.calls.call import BeamSearch, Call, ChatRequest, CompletionRequest, Names, TextPrompt, TokenPrompt, ToolChoice
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import MAX_CHOICES, fields_of, grammar_of, json_grammar, parse_body, structured_grammar
+from penstock.serve.bodies import (
+    MAX_CHOICES,
+    fields_of,
+    grammar_of,
+    json_grammar,
+    parse_body,
+    structured_grammar,
+    value_grammar,
+)
 from penstock.serve.errors import invalid
 from penstock.serve.http.checks import identity_of
 from penstock.serve.messages import read_choice, read_conversation, read_tools
@@ -128,6 +136,8 @@ def _format_grammar(asked: ResponseFormat) -> Grammar | None:
     tags = [name for name in ("structures", "triggers", "format") if getattr(asked, name) is not None]
     fields = [("json_schema", schema is not None, "json_schema"), ("schema", asked.schema_ is not None, "json_object")]
     fields += [(name, True, "structural_tag") for name in tags]
+    takes_value = asked.type in ("json", "regex") or (asked.type == "json_object" and asked.schema_ is None)
+    fields.append(("value", asked.value is not None and not takes_value, "json"))
     for field, is_given, kind in fields:
         if is_given and asked.type != kind:
             param = f"response_format.{field}"
@@ -138,8 +148,10 @@ def _format_grammar(asked: ResponseFormat) -> Grammar | None:
         case "structural_tag":
             value = asked.model_dump(include={"type", *tags}, by_alias=True)
             return grammar_of(GrammarKind.STRUCTURAL_TAG, value, "response_format")
-        case "json_object":  # with an empty schema, too: llama.cpp's default
+        case "json_object" if asked.value is None:  # with an empty schema, too: llama.cpp's default
             return json_grammar(asked.schema_ or None, f"response_format{'.schema' if asked.schema_ else ''}")
+        case "json" | "json_object" | "regex":
+            return value_grammar(asked.type, asked.value, "response_format.value")
     if schema is None:
         raise invalid("Missing required parameter: 'response_format.json_schema'.", "response_format.json_schema")
     return json_grammar(schema.schema_, "response_format.json_schema.schema")

@@ -93,10 +93,12 @@ class TagStructure(Body):
 class ResponseFormat(Body):
     """OpenAI's `response_format`, which constrains an answer, for example to a JSON schema."""
 
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag", "json", "regex"]
     json_schema: JsonSchemaFormat | None = None
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
     """llama.cpp's field: the schema of a `json_object`."""
+    value: Any = None
+    """text-generation-inference's field: the schema of a `json` or `json_object`, or the pattern of a `regex`."""
     structures: Annotated[list[TagStructure], Field(min_length=1)] | None = None
     """vLLM's fields for a `structural_tag`: `structures` and `triggers`, or `format`."""
     triggers: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
@@ -205,7 +207,7 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
 
     parallel_tool_calls: bool | None = None
     """False allows at most one call."""
-    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})] = None
+    tool_choice: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = None
     """`read` checks this field, `function_call` and `functions`."""
     function_call: Annotated[Any, WithJsonSchema({"enum": ["none", "auto"]})] = None
     functions: Annotated[Any, WithJsonSchema({"type": "array", "maxItems": 0})] = None

@@ -16,11 +16,10 @@ from penstock.calls.call import Call, CompletionRequest, Names, TextPrompt
 from penstock.calls.in_flight import RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import INT32_MAX, Body, MaxTokens, StopStrings, grammar_of, has_not_yet, has_sampling, sampling_of
+from penstock.serve.bodies import INT32_MAX, Body, MaxTokens, StopStrings, has_not_yet, has_sampling, sampling_of, value_grammar
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.shapes import Count
 from penstock.serve.streams import ChoiceRecord, NewWriter, Writer
-from penstock.text.grammar import MAX_REGEX_CHARS, MAX_SOURCE_CHARS, Grammar, GrammarKind
 from penstock.types.request import FinishReason
 
 DEFAULT_TOKENS = 100
@@ -133,6 +132,7 @@ def _request(body: TgiBody, parameters: TgiParameters, *, is_streamed: bool) -> 
     if parameters.do_sample is False and samples:
         message = "'parameters.do_sample' is false, but the parameters say how to sample: leave one of them out."
         raise invalid(message, "parameters.do_sample")
+    grammar = parameters.grammar
     return CompletionRequest(
         names=_NAMES,
         prompts=(TextPrompt(body.inputs, "inputs"),),
@@ -143,25 +143,9 @@ def _request(body: TgiBody, parameters: TgiParameters, *, is_streamed: bool) -> 
         sampling={"temperature": 1.0 if samples else 0.0} | sampling,
         stop=parameters.stop or (),
         truncate_prompt_tokens=parameters.truncate,
-        grammar=_grammar(parameters.grammar),
+        grammar=None if grammar is None else value_grammar(grammar.type, grammar.value, "parameters.grammar.value"),
         logprobs=0 if parameters.details or is_streamed else None,
     )
-
-
-def _grammar(asked: TgiGrammar | None) -> Grammar | None:
-    if asked is None:
-        return None
-    param, value = "parameters.grammar.value", asked.value
-    if asked.type == "regex":
-        if not isinstance(value, str) or not 0 < len(value) <= MAX_REGEX_CHARS:
-            raise invalid(f"'{param}' must be a string of 1 to {MAX_REGEX_CHARS} characters.", param)
-        return grammar_of(GrammarKind.REGEX, value, param)
-    if asked.type == "json_schema" and isinstance(value, dict) and "schema" in value:
-        value = value["schema"]
-    if not isinstance(value, dict) and not (isinstance(value, str) and 0 < len(value) <= MAX_SOURCE_CHARS):
-        message = f"'{param}' must be an object, or a string of 1 to {MAX_SOURCE_CHARS} characters with an object in JSON."
-        raise invalid(message, param)
-    return grammar_of(GrammarKind.JSON_SCHEMA, value, param)
 
 
 class TgiWriter(Writer):
