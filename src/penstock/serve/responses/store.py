@@ -240,7 +240,10 @@ class MemoryStore:
         elif (known := self._gone.get((owner, response_id))) is not None:
             why = f"It was forgotten: {known}. Send the conversation's items instead."
         else:
-            why = "It was never kept for this key ('store': false), was forgotten long ago, or the server was restarted."
+            why = (
+                "It is not kept for this key: its stream has not ended or lost its client, it was created with 'store': false, "
+                "it was forgotten long ago, or the server was restarted."
+            )
         message = f"There is no response {shorten(response_id)!r}. {why}"
         code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
         return ApiError(404, message, code=code, param=param)
