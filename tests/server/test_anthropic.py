@@ -354,6 +354,27 @@ async def test_a_call_that_is_cut_stays_in_its_place_without_input(num_cut):
         assert [block["input"] for block in cut] == [ROME["input"]]
 
 
+HARMONY = "{# <|channel|> <|message|> functions. #}{% for tool in tools %}{{ tool | tojson }}{% endfor %}<|start|>assistant"
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "print(1)"])
+async def test_a_call_with_wrong_arguments_is_text_and_not_a_call_without_arguments(arguments):
+    said = f"<|channel|>commentary json to=functions.now<|message|>{arguments}"  # a header that no grammar expects
+    runtime = says(said, chat_template=HARMONY)
+    try:
+        async with make_client(runtime) as client:
+            answer = (await client.post(MESSAGES, json=ASK | {"tools": [NOW]})).json()
+    finally:
+        runtime.close()
+    assert answer["content"] == [{"type": "text", "text": said}]
+
+
+async def test_a_call_that_a_stop_string_cuts_has_no_input():
+    answer = await ask(CALL, **TOOLS, stop_sequences=["Rome"])
+    [cut] = answer["content"]
+    assert (cut["type"], cut["input"], answer["stop_reason"]) == ("tool_use", {}, "stop_sequence")
+
+
 THOUGHT = "<think>\nA pause.\n</think>\n\nDone."
 
 

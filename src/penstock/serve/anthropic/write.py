@@ -152,8 +152,10 @@ class MessageWriter(Writer):
 
     def whole(self, records: Sequence[ChoiceRecord]) -> AnthropicMessage:
         [record] = records
-        content, usage = _blocks(self._choice.parts(record)), self._usage(self.usage.num_cached)
-        return {**self._head(), "content": content, **self._end_fields(record.last), "usage": usage}
+        parts = self._choice.parts(record)
+        ended = self._end_fields(record.last)
+        content = _blocks(parts, is_cut=ended["stop_reason"] not in ("end_turn", "tool_use"))
+        return {**self._head(), "content": content, **ended, "usage": self._usage(self.usage.num_cached)}
 
     def _head(self) -> MessageHead:
         return {"id": self._options.answer_id, "type": "message", "role": "assistant", "model": self._options.model_name}
@@ -231,19 +233,25 @@ def _event(data: Mapping[str, Any]) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (data["type"].encode(), fast_json.dumps(data))
 
 
-def _blocks(parts: Sequence[Part]) -> list[Block]:
-    """Return the content blocks of a whole answer, in the order of its stream. The input of a cut call is empty."""
+def _blocks(parts: Sequence[Part], *, is_cut: bool) -> list[Block]:
+    """Return the content blocks of a whole answer, in the order of its stream. The input of a cut call is empty.
+
+    A call whose arguments the model wrote wrongly is text, so that no client makes it without arguments.
+    """
     blocks: list[Any] = []
     for kind, run in groupby(parts, type):
-        same = [*run]
-        if isinstance(same[0], CallBegin):
-            blocks.append({"type": "tool_use", "id": same[0].call_id, "name": same[0].name, "input": {}})
+        same: list[Any] = [*run]
+        if kind is CallBegin:
+            blocks.append({"type": "tool_use", "id": same[0].call_id, "name": same[0].name, "input": None})
             continue
-        text = "".join([part.text for part in same if not isinstance(part, CallBegin)])
+        text = "".join([part.text for part in same])
         if kind is Reasoning:
             blocks.append({"type": "thinking", "thinking": text, "signature": _SIGNATURE})
         elif kind is Content:
             blocks.append({"type": "text", "text": text})
-        elif kind is CallArguments and (value := arguments_object(text)) is not None:
-            blocks[-1]["input"] = value
+        elif kind is CallArguments:
+            blocks[-1]["input"] = arguments_object(text)
+        elif blocks[-1].get("input", {}) is None:
+            is_last = is_cut and same[-1] is parts[-1]
+            blocks[-1] = blocks[-1] | {"input": {}} if is_last else {"type": "text", "text": text}
     return blocks
