@@ -94,6 +94,8 @@ def read_choice(choice: Any, names: Sequence[str], *, is_parallel: bool, is_nest
 
     `names`: the tools'. `is_nested`: fields are in an object with the name of the type, as in `{"type": T, T: {...}}`.
     """
+    if is_nested and isinstance(choice, dict) and "function" in choice:
+        choice = {"type": "function"} | choice  # text-generation-inference's has no type
     match choice:
         case "required" if not names:
             raise invalid("'tool_choice' is 'required', but there are no 'tools'.", "tool_choice")
@@ -104,7 +106,7 @@ def read_choice(choice: Any, names: Sequence[str], *, is_parallel: bool, is_nest
         case str():
             message = "'tool_choice' must be 'none', 'auto', 'required', the name of a tool, or an object that names one."
             raise invalid(message, "tool_choice")
-        case {"type": "function"} | {"function": _} if is_nested or "type" in choice:
+        case {"type": "function"}:
             name = _named(choice, names, "tool_choice", is_nested=is_nested)
             return ToolChoice("required", frozenset([name]), is_parallel=False)
         case {"type": "allowed_tools"}:
