@@ -241,8 +241,8 @@ class MemoryStore:
             why = f"It was forgotten: {known}. Send the conversation's items instead."
         else:
             why = (
-                "It is not kept for this key: its stream has not ended or lost its client, it was created with 'store': false, "
-                "it was forgotten long ago, or the server was restarted."
+                "It is not kept for this key: it has not ended, its client left before its end, it was created with "
+                "'store': false, it was forgotten long ago, or the server was restarted."
             )
         message = f"There is no response {shorten(response_id)!r}. {why}"
         code = "previous_response_not_found" if param == "previous_response_id" else "response_not_found"
