@@ -114,7 +114,7 @@ def test_the_memory_and_the_threads_of_a_hung_step_are_not_free_when_its_model_l
     team, _ = resources.team("one", 2)
     assert share is not None
     running.engine.submit(make_request("r", [5, 6, 7]))
-    while not running.engine._engine.step_age_ns():  # type: ignore[union-attr]
+    while not running.engine._engine.executor_call():  # type: ignore[union-attr]
         pass
     with caplog.at_level(logging.WARNING):
         assert not running.close()
@@ -141,7 +141,7 @@ def test_an_engine_that_is_made_anew_is_counted_beside_the_one_whose_step_hangs(
     share, left_bytes = resources.memory.share("one"), resources.memory.left_bytes()
     assert share is not None
     running.engine.submit(make_request("r", [5, 6, 7]))
-    while not running.engine._engine.step_age_ns():  # type: ignore[union-attr]
+    while not running.engine._engine.executor_call():  # type: ignore[union-attr]
         pass
     for _ in range(2):  # two attempts: its step is counted once
         running.engine._make_engine(lambda: None).close(0.0)  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from penstock.clock import VirtualClock, WallClock
+from penstock.clock import VirtualClock
 from penstock.engine import core_lock as core_lock_module
 from penstock.engine.core_lock import Abandoned, CoreLock, WatchedExecutor
 from penstock.engine.ports import NullObserver
@@ -40,24 +40,23 @@ MOVES = {"read_blocks": ([1], []), "write_blocks": ([1], []), "copy_blocks": ([(
 
 @pytest.mark.parametrize("name", MOVES)
 def test_a_device_that_hangs_while_contents_move_is_noticed_and_can_be_given_up(name: str) -> None:
-    clock = VirtualClock()
-    waited_ns: list[int] = []
+    calls: list[object] = []
 
     def look() -> None:
-        clock.advance(5)
-        waited_ns.append(core_lock.waiting_ns())
+        calls.append(core_lock.executor_call())
+        assert calls[-1] is core_lock.executor_call() is not None
 
     def give_up() -> None:
         with core_lock.abandon() as is_abandoned:
             assert is_abandoned
 
-    executor, core_lock = Slow(look), CoreLock(clock)
+    executor, core_lock = Slow(look), CoreLock()
     watched = WatchedExecutor(executor, core_lock)
     with core_lock:
         getattr(watched, name)(*MOVES[name])
-        assert waited_ns == [5]
-        clock.advance(5)
-        assert core_lock.waiting_ns() == 0
+        assert core_lock.executor_call() is None
+        getattr(watched, name)(*MOVES[name])
+        assert calls[0] is not calls[1]
         with core_lock.abandon() as is_abandoned:
             assert not is_abandoned, "it is not inside the executor"
         executor.meanwhile = give_up
@@ -71,7 +70,7 @@ def test_a_failure_of_an_executor_that_was_given_up_is_none() -> None:
             pass
         raise OSError("the device is gone")
 
-    core_lock = CoreLock(VirtualClock())
+    core_lock = CoreLock()
     watched = WatchedExecutor(Slow(fail), core_lock)
     with core_lock, pytest.raises(Abandoned):
         watched.copy_blocks([(1, 2)])
@@ -79,7 +78,7 @@ def test_a_failure_of_an_executor_that_was_given_up_is_none() -> None:
 
 def test_a_reader_gets_in_between_steps_that_follow_each_other_at_once() -> None:
     """A thread that takes the lock again and again without a pause lets a reader in at its next turn."""
-    core_lock, is_over, num_turns = CoreLock(WallClock()), threading.Event(), [0]
+    core_lock, is_over, num_turns = CoreLock(), threading.Event(), [0]
 
     def work() -> None:
         while not is_over.is_set():
@@ -99,7 +98,7 @@ def test_a_reader_gets_in_between_steps_that_follow_each_other_at_once() -> None
 
 def test_a_reader_waits_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_lock_module, "READ_TIMEOUT_S", 0.01)
-    core_lock = CoreLock(WallClock())
+    core_lock = CoreLock()
     with core_lock, pytest.raises(TimeoutError, match="engine thread"):
         core_lock.read(lambda: None)
     assert core_lock.read(lambda: 7) == 7, "it can be tried again"

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from queue import Empty, SimpleQueue
 
 import pytest
 
@@ -200,6 +201,22 @@ class TestBesideAnEngine:
             assert draft.num_behind(make_request()) == 0
             comes_back.set()
         assert len(caplog.records) == 1
+
+    def test_a_pause_of_the_process_does_not_turn_it_off(self) -> None:
+        class Paused(SimpleQueue[StepResult | Exception]):
+            """One wait ends empty at once, as after a pause that was longer than the wait."""
+
+            was_paused = False
+
+            def get(self, block: bool = True, timeout: float | None = None) -> StepResult | Exception:
+                if not self.was_paused:
+                    self.was_paused = True
+                    raise Empty
+                return super().get(block, timeout)
+
+        with draft_model() as draft:
+            draft._results = Paused()
+            assert guessed(draft, [make_request()], 2) == [next_tokens(make_request(), 2)]
 
     def test_a_row_that_fails_is_not_guessed(self) -> None:
         class Failing(HashExecutor):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from penstock.clock import WallClock
+from penstock.clock import VirtualClock, WallClock
 from penstock.engine import supervisor as supervisor_module
 from penstock.engine import thread as thread_module
 from penstock.engine.output import OutputStage
@@ -32,7 +32,8 @@ def until(condition) -> None:
 class Rig:
     """A supervisor whose engines run over the executors of a list, one after another; the last for all that follow."""
 
-    def __init__(self, *executors, step_timeout_s=None, **fields) -> None:
+    def __init__(self, *executors, step_timeout_s=None, clock=None, **fields) -> None:
+        self.clock = clock or WallClock()
         self.sink = Sink()
         self.executors = list(executors)
         self.used: list[object] = []
@@ -41,7 +42,7 @@ class Rig:
         """The threads that `start` began, by name."""
         self.num_restarts = 0
         self.supervisor = Supervisor(
-            self.make, clock=WallClock(), step_timeout_s=step_timeout_s, on_restart=self._count, first_delay_s=0.001, **fields
+            self.make, clock=self.clock, step_timeout_s=step_timeout_s, on_restart=self._count, first_delay_s=0.001, **fields
         )
 
     def _count(self) -> None:
@@ -58,7 +59,7 @@ class Rig:
             raise executor
         self.used.append(executor)
         output = OutputStage(lambda _shown: Numbers())
-        self.engines.append(Engine(make_core(TINY), executor, output, clock=WallClock(), sink=self.sink, on_failed=on_failed))
+        self.engines.append(Engine(make_core(TINY), executor, output, clock=self.clock, sink=self.sink, on_failed=on_failed))
         return self.engines[-1]
 
     def run(self, request_id: str):
@@ -121,19 +122,34 @@ def test_a_step_that_hangs_ends_its_requests_and_the_next_engine_serves(started,
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_slow_steps_within_the_limit_are_left_alone(started, depth):
-    slow = GatedExecutor(TINY, depth=depth)
-    rig = started(slow, HashExecutor(TINY), step_timeout_s=4.0)
+def test_slow_steps_and_pauses_of_the_process_are_left_alone(started, depth):
+    clock, slow = VirtualClock(), GatedExecutor(TINY, depth=depth)
+    rig = started(slow, HashExecutor(TINY), step_timeout_s=4.0, clock=clock)
     rig.supervisor._is_closing = True  # the watch ends; its question is asked here
     rig.supervisor._news.set()
     rig.threads["penstock-watchdog"].join(TIMEOUT_S)
     rig.supervisor.submit(make_request("a", max_tokens=1))
     slow.wait_until_in_step()
-    assert rig.engines[0].step_age_ns() > 0
     assert not rig.supervisor._is_stuck()
+    clock.advance(3_600_000_000_000)  # SIGSTOP, and SIGCONT an hour later
+    assert not any(rig.supervisor._is_stuck() for _ in range(9))
+    assert rig.supervisor._is_stuck(), "the time limit has passed, in tenths"
     slow.open_for_good()
     rig.sink.wait_for_ends("a")
-    until(lambda: rig.engines[0].step_age_ns() == 0)
+    until(lambda: rig.engines[0].executor_call() is None)
+    assert not rig.supervisor._is_stuck()
+
+
+def test_the_looks_at_each_step_are_counted_anew(started):
+    slow = GatedExecutor(TINY)
+    rig = started(slow, step_timeout_s=4000.0)
+    rig.supervisor.submit(make_request("a", max_tokens=30))
+    for _ in range(20):
+        slow.wait_until_in_step()
+        assert not rig.supervisor._is_stuck()
+        slow.gate.release()
+    slow.open_for_good()
+    rig.sink.wait_for_ends("a")
 
 
 def test_an_executor_that_can_not_even_be_closed_is_replaced(started, caplog):

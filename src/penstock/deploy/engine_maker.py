@@ -118,7 +118,7 @@ class EngineMaker:
         self._close_draft()
         if executor is None:
             self._stores.append(cleared(self._stores[-1]))
-            if self._engine is not None and self._engine.step_age_ns():  # the failed engine's step still runs
+            if self._engine is not None and self._engine.executor_call():  # the failed engine's step still runs
                 engine, self._engine = self._engine, None  # give up each engine only once
                 self._give_up(lambda: engine.is_alive)
             for one in (self.blueprint, self.blueprint.draft):

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from penstock.clock import Clock
 from penstock.engine.ports import Executor, Ready
 from penstock.types.adapter import PackedAdapter
 from penstock.types.plan import Capacity, StepPlan, Ticket
@@ -28,13 +27,12 @@ class Abandoned(Exception):
 class CoreLock:
     """The lock on the engine core. The engine thread holds it except while the executor computes."""
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._readers = threading.Lock()
         self._has_waiting_reader = False
-        self._inside_since_ns: int | None = None
-        """When the engine thread entered the executor; None outside."""
+        self._call: object | None = None
+        """Stands for the engine thread's call of the executor; None outside."""
         self._is_abandoned = False
 
     def __enter__(self) -> None:
@@ -47,22 +45,21 @@ class CoreLock:
         self._lock.release()
 
     def enter_executor(self) -> None:
-        self._inside_since_ns = self._clock.now_ns()
+        self._call = object()
         self._lock.release()
 
     def leave_executor(self) -> None:
         """Take the lock again after a call of the executor. Raises `Abandoned` if `abandon` ended the requests meanwhile."""
         self.__enter__()
-        self._inside_since_ns = None
+        self._call = None
         if self._is_abandoned:
             raise Abandoned
 
     # For any other thread.
 
-    def waiting_ns(self) -> int:
-        """Return how long the engine thread has been inside the executor; 0 outside."""
-        since_ns = self._inside_since_ns
-        return 0 if since_ns is None else self._clock.now_ns() - since_ns
+    def executor_call(self) -> object | None:
+        """Return an object that stands for the engine thread's call of the executor, another one for each call, or None."""
+        return self._call
 
     def read(self, look: Callable[[], T]) -> T:
         """Return what `look` returns, called with the core locked. Raises TimeoutError. Never call this from a sink or an
@@ -88,12 +85,12 @@ class CoreLock:
 
         The engine thread gets `Abandoned` if its call ever returns.
         """
-        since_ns = self._inside_since_ns
-        if since_ns is None:
+        call = self._call
+        if call is None:
             yield False
             return
         with self._lock:
-            self._is_abandoned = self._inside_since_ns == since_ns
+            self._is_abandoned = self._call is call
             yield self._is_abandoned
 
 

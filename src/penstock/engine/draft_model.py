@@ -10,6 +10,7 @@ import logging
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from math import exp
@@ -28,6 +29,8 @@ from penstock.types.sampling import SamplingParams
 
 MOST_UNREAD = 256
 """Most tokens of a request whose features wait for the head. Older ones are dropped: it reads only the end of a long prompt."""
+_NUM_WAITS = 10
+"""Waits for a step, each a part of its time limit. A pause of the process (SIGSTOP) uses up one of them at most."""
 _SAMPLING = SamplingParams(temperature=0.0, logprobs=0)
 
 _logger = logging.getLogger(__name__)
@@ -183,10 +186,7 @@ class DraftModel:
         if features:
             plan.features = np.concatenate(features).data
         self._plans.put(plan)
-        try:
-            result = self._results.get(timeout=self._timeout_s)
-        except Empty:
-            result = TimeoutError(f"a step did not end within {self._timeout_s:g} s")
+        result = self._result()
         if isinstance(result, Exception):
             self._is_on = False
             _logger.error("the draft model is off from now on, since it failed; answers go on without it", exc_info=result)
@@ -200,6 +200,14 @@ class DraftModel:
             if token_id < self._vocab_size:
                 guesses[request_id] = token_id, exp(result.logprobs[request_id][0].logprob)
         return Drafted(guesses, self._clock.now_ns() - began_ns)
+
+    def _result(self) -> StepResult | Exception:
+        if self._timeout_s is None:
+            return self._results.get()
+        for _ in range(_NUM_WAITS):
+            with suppress(Empty):
+                return self._results.get(timeout=self._timeout_s / _NUM_WAITS)
+        return TimeoutError(f"a step did not end within {self._timeout_s:g} s")
 
     def _compute(self) -> None:
         while (plan := self._plans.get()) is not None:

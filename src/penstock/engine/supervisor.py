@@ -24,6 +24,8 @@ _logger = logging.getLogger(__name__)
 
 MAX_RESTARTS = 5
 WINDOW_S = 600.0
+_NUM_LOOKS = 10
+"""Looks of the watchdog during the time limit of a step."""
 
 
 class Supervisor:
@@ -38,12 +40,16 @@ class Supervisor:
     ) -> None:
         """`make_engine` takes a callback `on_failed`, and returns an engine that is not started.
 
-        `step_timeout_s`: a step that takes longer counts as hung. None: no limit. `first_delay_s`: the wait before the second
-        restart within the window; the first is immediate.
+        `step_timeout_s`: a step that takes longer counts as hung, up to a tenth more. None: no limit. `first_delay_s`: the wait
+        before the second restart within the window; the first is immediate.
         """
         self._make_engine = make_engine
         self._clock = clock
-        self._step_timeout_ns = None if step_timeout_s is None else int(step_timeout_s * 1e9)
+        self._look_each_s = None if step_timeout_s is None else step_timeout_s / _NUM_LOOKS
+        self._call: object | None = None
+        """The engine's call of the executor at the watchdog's last look."""
+        self._num_looks = 0
+        """Later looks that found the same call."""
         self._on_restart = on_restart or (lambda: None)
         self._first_delay_s = first_delay_s
         self._lock = threading.Lock()
@@ -108,9 +114,8 @@ class Supervisor:
     # The watchdog's thread.
 
     def _watch(self) -> None:
-        poll_s = None if self._step_timeout_ns is None else max(self._step_timeout_ns / 4e9, 0.01)
         while not self._is_closing:
-            self._news.wait(poll_s)
+            self._news.wait(self._look_each_s)
             self._news.clear()
             if self._engine.state is EngineState.FAILED:
                 self._free(self._engine)
@@ -120,7 +125,13 @@ class Supervisor:
                 return
 
     def _is_stuck(self) -> bool:
-        return self._step_timeout_ns is not None and self._engine.step_age_ns() > self._step_timeout_ns
+        """Look at the engine, and return whether its step has hung.
+
+        Looks are counted, not time: while the process is paused, the watchdog is too.
+        """
+        call, self._call = self._call, self._engine.executor_call()
+        self._num_looks = self._num_looks + 1 if call is not None and call is self._call else 0
+        return self._num_looks >= _NUM_LOOKS
 
     def _free(self, engine: Engine) -> None:
         """Close an engine to free its memory. A fault that broke a step may break this, too."""

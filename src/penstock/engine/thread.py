@@ -64,7 +64,7 @@ class Engine:
         self._clock = clock
         self._on_failed = on_failed
         self._idle_check_ns = None if idle_check_s is None else int(idle_check_s * 1e9)
-        self._core_lock = CoreLock(clock)
+        self._core_lock = CoreLock()
         self._inbox = Inbox(clock)
         core.scheduler.adapters.listen(self._inbox.nudge)
         self._outbox = Outbox(sink, observer or NullObserver())
@@ -177,9 +177,9 @@ class Engine:
     def is_alive(self) -> bool:
         return self._thread.is_alive()
 
-    def step_age_ns(self) -> int:
-        """Return how long the engine has been waiting for the executor, or 0."""
-        return self._core_lock.waiting_ns()
+    def executor_call(self) -> object | None:
+        """Return an object that stands for the call of the executor that the engine waits for, or None."""
+        return self._core_lock.executor_call()
 
     def abandon(self) -> bool:
         """End every request with ERROR, since the executor hangs. Return False if the executor has just returned."""
