@@ -1,6 +1,7 @@
 """Start and end of a server: the socket, the ready line, draining, signals."""
 
 import gc
+import os
 import shlex
 import signal
 import socket
@@ -407,6 +408,26 @@ def test_a_hangup_that_is_ignored_stays_so(process):
 def test_useless_tls_files_are_refused_with_a_remedy(runtime, files):
     with bind_socket("127.0.0.1", 0) as listener, pytest.raises(ConfigError, match="--ssl-certfile"):
         run_server(deployment_of(runtime), ServerConfig(port=0, **files), listener=listener)
+
+
+@pytest.mark.parametrize("kind", ["a full disk", "a closed pipe"])
+def test_a_server_runs_on_and_ends_well_though_nobody_can_read_its_ready_line(kind):
+    script = """
+from penstock.cli.serve import exit_at_once
+from penstock.serve.server import print_line
+print_line("ready")
+exit_at_once(0)
+"""
+    if kind == "a full disk":
+        stdout = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, stdout = os.pipe()
+        os.close(reader)
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    os.close(stdout)
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1)
+    assert done.stderr.startswith("the ready message could not be written to stdout: [Errno ")
 
 
 def test_importing_the_server_stays_light():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,7 +23,7 @@ from penstock.cli.options import (
     tls_options,
     warn_of_unknown_variables,
 )
-from penstock.cli.serve import check_access, set_up_logging
+from penstock.cli.serve import check_access, exit_at_once, set_up_logging
 from penstock.config import Config
 from penstock.config.routing import Routing
 from penstock.config.several import configs_of
@@ -66,10 +65,7 @@ def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: 
     with bind_socket(config.server.host, config.server.port) as listener, ExitStack() as stack:
         deployment = _deployment(configs, routing, partial(_read_again, given_words()), address, stack)
         code = run_server(deployment, config.server, listener=listener)
-    # Exit at once, as `serve` does.
-    sys.stdout.flush()
-    logging.shutdown()
-    os._exit(code)
+    exit_at_once(code)
 
 
 @click.command(cls=GroupedCommand)

@@ -15,7 +15,7 @@ from datetime import datetime
 from functools import partial
 from importlib import import_module
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -77,8 +77,13 @@ def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **valu
             code = server.result().run_server(deployment, config.server, listener=listener)
         finally:
             deployment.close()
-    # Exit at once: Python would wait for threads that still compile a grammar or tokenize, although no request needs them.
-    sys.stdout.flush()
+    exit_at_once(code)
+
+
+def exit_at_once(code: int) -> NoReturn:
+    """Exit without the wait for threads that still compile a grammar or tokenize, although no request needs them."""
+    with suppress(OSError):
+        sys.stdout.flush()
     logging.shutdown()
     os._exit(code)
 

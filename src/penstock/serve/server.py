@@ -59,8 +59,11 @@ Python's default, every third or fourth request of a burst triggered a useless r
 
 
 def print_line(text: str) -> None:
-    sys.stdout.write(f"{text}\n")  # `print` may write the line's end by itself, behind a line of the log
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(f"{text}\n")  # `print` may write the line's end by itself, behind a line of the log
+        sys.stdout.flush()
+    except OSError as error:
+        _log.warning("the ready message could not be written to stdout: %s", error)
 
 
 def run_server(
