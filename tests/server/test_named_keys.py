@@ -17,6 +17,7 @@ from penstock.deploy.resources import MemoryBudget
 from penstock.deploy.routes import Route
 from penstock.deploy.running import ServedModel
 from penstock.obs.metrics import Metrics
+from penstock.serve.app import key_ring
 from penstock.serve.http.checks import KeyRing
 from penstock.serve.http.listener import bind_socket
 from penstock.serve.server import Server
@@ -274,6 +275,18 @@ def test_a_new_file_counts_at_once_and_a_bad_one_not_at_all(file, monkeypatch, c
         wait_until(lambda: caplog.text.count("stays in force") == 2)
         assert status(server, "bob") == 200
     assert "secret" not in caplog.text
+
+
+def test_a_file_that_is_replaced_during_the_start_counts(file, monkeypatch):
+    def read_and_replace(config):
+        keys = key_ring(config)
+        put(file, FILE)
+        return keys
+
+    set_waits(monkeypatch, watch_every_s=0.02)
+    monkeypatch.setattr("penstock.serve.server.key_ring", read_and_replace)
+    with running(config=config(write(file))) as server:
+        wait_until(lambda: status(server, "bob") == 200)
 
 
 def test_a_new_file_without_a_key_whose_requests_must_stay_here_is_not_used(file, monkeypatch, caplog):

@@ -19,6 +19,7 @@ import os
 import shlex
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -102,6 +103,8 @@ class Server:
     ) -> None:
         if config.ssl_keyfile and not config.ssl_certfile:
             raise ConfigError("--ssl-keyfile is set, but --ssl-certfile is not.", remedy="Set --ssl-certfile as well.")
+        self._config = config
+        self._watched = self._watched_files()  # before the files are read: a later change is seen
         logs = config.log_requests or config.slow_request_s is not None
         self._request_log = RequestLog(config.log_requests, config.slow_request_s) if logs else None
         sender = sender_of(config)
@@ -112,7 +115,6 @@ class Server:
         self._lifetime, self._upstreams = parts.lifetime, [*parts.upstreams.values()]
         self._max_connections = connection_limit(config)
         self._deployment = deployment
-        self._config = config
         self._listener = listener
         self._announce = announce
         self._has_terminal = _has_terminal()
@@ -148,8 +150,8 @@ class Server:
                 self._listener, make_connection, max_connections=self._max_connections, ssl_context=self._tls
             )
             self._apply_key_names()
-            if watched := self._watched():
-                self._watch = FileWatch(watched)
+            if self._watched:
+                self._watch = FileWatch(self._watched)
             warn_if_open(config, self._listener)
             self._announce(ready_text(self._deployment, config, self._listener))
             notify(READY)
@@ -163,16 +165,19 @@ class Server:
         for upstream in self._upstreams:
             await upstream.close()
 
-    def _watched(self) -> list[Watched[Any]]:
+    def _watched_files(self) -> list[Watched[Any]]:
         config = self._config
         found: list[Watched[Any]] = []
         if config.ssl_certfile:
             paths = [path for path in (config.ssl_certfile, config.ssl_keyfile) if path]
             read = partial(server_context, config.ssl_certfile, config.ssl_keyfile)
-            found.append(Watched("the TLS certificate", paths, read=read, use=self.acceptor.use_tls))
+            found.append(Watched("the TLS certificate", paths, read=read, use=self._use_tls))
         if paths := key_paths(config):
             found.append(Watched("the file of API keys", paths, read=self._read_keys, use=self._use_keys))
         return found
+
+    def _use_tls(self, context: ssl.SSLContext) -> None:
+        self.acceptor.use_tls(context)
 
     def _read_keys(self) -> Sequence[ApiKey]:
         assert self._keys is not None  # a server without keys has no file of them
