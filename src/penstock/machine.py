@@ -42,6 +42,15 @@ def has_gil() -> bool:
     return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
 
 
+def has_terminal() -> bool:
+    """Return whether the process belongs to a terminal, and so gets a SIGHUP when that is closed (tty(4), ENXIO)."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
+
+
 PROGRAM_ADDRESS_BYTES = (768 << 20) + is_free_threaded() * (1 << 30)
 """Address space of a server without model and reserve: libraries, mapped files, stacks (128 MiB for each of two threads that
 compile grammars). 463 MiB were measured with two CPUs. With 500, the grammar library aborted at times. A free-threaded Python

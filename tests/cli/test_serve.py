@@ -7,6 +7,7 @@ import logging
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -230,6 +231,19 @@ def test_a_server_that_fails_closes_the_engine(environment: dict[str, str], tiny
         [sys.executable, "-c", program, *words], env=environment, capture_output=True, text=True, timeout=200
     )
     assert (result.returncode, result.stderr) == (1, "error: It broke.\n")
+
+
+@pytest.mark.parametrize(("has_terminal", "code"), [(False, 0), (True, -signal.SIGHUP)])
+def test_a_hangup_during_the_load_ends_a_server_with_a_terminal_alone(has_terminal: bool, code: int) -> None:
+    script = (
+        "import os, signal\n"
+        "from penstock.cli import serve\n"
+        f"serve.has_terminal = lambda: {has_terminal}\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"
+        "serve.models_in = lambda _: os.kill(os.getpid(), signal.SIGHUP) or os._exit(0)\n"
+        "serve.serve.main([], standalone_mode=False)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == code
 
 
 def test_the_garbage_collector_rests_during_a_start(environment: dict[str, str], tiny_model: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from penstock.config import ServerConfig
 from penstock.serve.http.listener import bind_socket
-from penstock.serve.server import ready_text, run_server, warn_if_open
+from penstock.serve.server import Server, ready_text, run_server, warn_if_open
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from support.deployments import deployment_of
@@ -242,7 +242,7 @@ from support.deployments import deployment_of
 from penstock.serve import server
 from penstock.serve.server import run_server
 
-server._has_terminal = lambda: True
+server.has_terminal = lambda: True
 
 def lock_twice(library):
     mutex = ctypes.create_string_buffer(64)
@@ -400,6 +400,14 @@ def test_a_hangup_that_is_ignored_stays_so(process):
     assert httpx.get(f"{url}/ready", timeout=20).status_code == 200
     child.send_signal(signal.SIGTERM)
     assert child.wait(20) == 0
+
+
+def test_a_hangup_without_a_terminal_before_the_server_runs_does_nothing(monkeypatch):
+    with bind_socket("127.0.0.1", 0) as listener, LiveServer(make_runtime(), ServerConfig(port=0)) as live:
+        monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
+        server = Server(live.server._deployment, ServerConfig(port=0), listener, announce=print)
+        server._has_terminal = False
+        server.handle_signal(signal.SIGHUP, None)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from penstock.cli.options import (
     tls_options,
     warn_of_unknown_variables,
 )
-from penstock.cli.serve import check_access, exit_at_once, set_up_logging
+from penstock.cli.serve import check_access, exit_at_once, outlive_hangups, set_up_logging
 from penstock.config import Config
 from penstock.config.routing import Routing
 from penstock.config.several import configs_of
@@ -53,6 +53,7 @@ def cluster() -> None:
 def up(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], address: str | None, **values: Any) -> None:
     """Start replicas of each MODEL and a server before them, until Ctrl-C or SIGTERM."""
     _check_ray()
+    outlive_hangups()
     configs = configs_of(values, words=words, tables=tables)
     config = configs[0]
     set_up_logging(config.log)

@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,14 @@ from penstock.cli.options import (
 from penstock.config import LogConfig, LogFormat, ServerConfig
 from penstock.config.several import config_of_found, configs_of
 from penstock.config.upstreams import UpstreamConfig
-from penstock.machine import address_space, has_gil, is_free_threaded, return_large_blocks_when_freed, share_one_arena
+from penstock.machine import (
+    address_space,
+    has_gil,
+    has_terminal,
+    is_free_threaded,
+    return_large_blocks_when_freed,
+    share_one_arena,
+)
 from penstock.types.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -44,6 +52,7 @@ _STARTING_OBJECTS = 1_000_000
 @config_options("model", "kv", "lora", "scheduler", "admission", "backend", "server", "sharing", "log")
 def serve(words: tuple[str, ...], tables: Sequence[Mapping[str, object]], **values: Any) -> None:
     """Answer HTTP requests for one MODEL or several: the OpenAI API, until Ctrl-C or SIGTERM."""
+    outlive_hangups()
     configs = configs_of(values, words=words, tables=tables, folder=models_in(values["models_dir"]))
     config = configs[0]
     from penstock.models import catalog
@@ -86,6 +95,12 @@ def exit_at_once(code: int) -> NoReturn:
         sys.stdout.flush()
     logging.shutdown()
     os._exit(code)
+
+
+def outlive_hangups() -> None:
+    """Without a terminal, do nothing at SIGHUP until the server runs: it reads the files of TLS and keys only then."""
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN and not has_terminal():  # `nohup`
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 def warn_of_gil() -> None:

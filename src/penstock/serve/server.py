@@ -33,6 +33,7 @@ from penstock.config import ServerConfig
 from penstock.config.keys import ApiKey, api_keys, check_never_keys, exposed_paths, key_paths, missing_never_keys
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.running import RunningModel
+from penstock.machine import has_terminal
 from penstock.serve._stop_signals import end_at_second
 from penstock.serve.api import Parts
 from penstock.serve.app import create_app, key_ring
@@ -117,7 +118,7 @@ class Server:
         self._deployment = deployment
         self._listener = listener
         self._announce = announce
-        self._has_terminal = _has_terminal()
+        self._has_terminal = has_terminal()
         self._tls = server_context(config.ssl_certfile, config.ssl_keyfile) if config.ssl_certfile else None
         self._watch: FileWatch | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -223,10 +224,10 @@ class Server:
     def handle_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal. Python calls this on the main thread between two bytecodes, so it only informs the event loop."""
         del frame
-        if self._loop is None:
-            os._exit(128 + number)
         if number == signal.SIGHUP and not self._has_terminal:
             self.reload()
+        elif self._loop is None:
+            os._exit(128 + number)
         else:
             self.request_shutdown()
 
@@ -299,15 +300,6 @@ def notify(state: str) -> None:
             sender.send(state.encode())
     except OSError as error:
         _log.warning("the service manager could not be notified of %s: %s", state, error)
-
-
-def _has_terminal() -> bool:
-    """Return whether the process belongs to a terminal, and so gets a SIGHUP when that is closed (tty(4), ENXIO)."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
-    except OSError:
-        return False
-    return True
 
 
 def warn_if_open(config: ServerConfig, listener: socket.socket) -> None:
