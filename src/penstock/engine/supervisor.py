@@ -40,8 +40,8 @@ class Supervisor:
     ) -> None:
         """`make_engine` takes a callback `on_failed`, and returns an engine that is not started.
 
-        `step_timeout_s`: a step that takes longer counts as hung, up to a tenth more. None: no limit. `first_delay_s`: the wait
-        before the second restart within the window; the first is immediate.
+        `step_timeout_s`: a step counts as hung after this time, or up to a tenth later. None: no limit. `first_delay_s`: the
+        wait before the second restart within the window; the first is immediate.
         """
         self._make_engine = make_engine
         self._clock = clock
