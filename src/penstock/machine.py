@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import FrameType
 
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -49,6 +50,12 @@ def has_terminal() -> bool:
     except OSError:
         return False
     return True
+
+
+def exit_at_signal(number: int, frame: FrameType | None) -> None:
+    """Handle a signal like its default action, which the kernel does not take in the first process of a container."""
+    del frame
+    os._exit(128 + number)
 
 
 PROGRAM_ADDRESS_BYTES = (768 << 20) + is_free_threaded() * (1 << 30)

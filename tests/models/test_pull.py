@@ -426,21 +426,29 @@ def test_pull_after_a_killed_one(tmp_path, source):
     assert leftovers(source) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_ends_the_process_ends_pip_and_leaves_nothing(tmp_path, source, number):
+@pytest.mark.parametrize(
+    ("number", "handler", "code"),
+    [
+        (signal.SIGTERM, "signal.SIG_DFL", -signal.SIGTERM),
+        (signal.SIGHUP, "signal.SIG_DFL", -signal.SIGHUP),
+        (signal.SIGTERM, "exit_at_signal", 128 + signal.SIGTERM),  # the first process of a container
+    ],
+)
+def test_a_signal_that_ends_the_process_ends_pip_and_leaves_nothing(tmp_path, source, number, handler, code):
     ready = tmp_path / "ready"
     os.mkfifo(ready)
     pip = fake_pip(
         tmp_path, f"(tmp / 'part').write_bytes(bytes(500))\nopen({str(ready)!r}, 'w').write(str(os.getpid()))\nsignal.pause()"
     )
     fields = {name: getattr(ENTRY, name) for name in ENTRY.__slots__}
-    program = f"import signal; signal.signal({number:d}, signal.SIG_DFL)\n"  # `nohup` ignores SIGHUP
+    program = "import signal\nfrom penstock.machine import exit_at_signal\n"
+    program += f"signal.signal({number:d}, {handler})\n"  # `nohup` ignores SIGHUP
     program += KILLED.format(entry=fields, cache=str(tmp_path / "cache"), pip=pip)
     with subprocess.Popen([sys.executable, "-c", program]) as victim:
         child = int(ready.read_text())
         victim.send_signal(number)
         victim.send_signal(number)  # as `timeout` does: one to its child, one to the group
-    assert victim.returncode == -number
+    assert victim.returncode == code
     assert not is_running(child)
     assert leftovers(source) == []
 

@@ -92,9 +92,10 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    if os.getpid() == 1:
-        # The first process of a container: the kernel keeps signals from it that have the default action.
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
+    if os.getpid() == 1:  # the first process of a container
+        from penstock.machine import exit_at_signal
+
+        signal.signal(signal.SIGTERM, exit_at_signal)
     _make_streams_usable()
     try:
         code = cli.main(arguments, prog_name="penstock", standalone_mode=False)

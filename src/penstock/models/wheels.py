@@ -25,6 +25,7 @@ from types import FrameType
 from typing import IO
 
 from penstock.disk import sync
+from penstock.machine import exit_at_signal
 from penstock.models.cache import fetching_alone
 from penstock.models.catalog import CatalogEntry, ModelSource, SourceKind
 from penstock.models.progress import Progress, copy
@@ -62,8 +63,10 @@ def remove_model(path: Path) -> None:
 
 @contextmanager
 def _tidy_ends() -> Iterator[None]:
-    """Let a signal that ends the process do so only after the `finally` blocks inside. Handlers of the caller's stay."""
-    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    """Let a signal that ends the process do so only after the `finally` blocks inside. Other handlers stay."""
+    is_main = threading.current_thread() is threading.main_thread()  # which alone may set handlers
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP) if is_main}
+    ending = {number: handler for number, handler in handlers.items() if handler in (signal.SIG_DFL, exit_at_signal)}
     received: list[int] = []
 
     def interrupt(number: int, frame: FrameType | None) -> None:
@@ -72,15 +75,13 @@ def _tidy_ends() -> Iterator[None]:
             received.append(number)
             raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
-        heard.clear()
-    for number in heard:
-        signal.signal(number, interrupt)
     try:
+        for number in ending:
+            signal.signal(number, interrupt)
         yield
     finally:
-        for number in heard:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in ending.items():
+            signal.signal(number, handler)
         if received:
             signal.raise_signal(received[0])
 
