@@ -128,8 +128,40 @@ def test_exclusive_bound_that_would_be_taken_is_refused(grammars, bounds):
 
 
 @pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        ({"allOf": [{"type": "number", "exclusiveMinimum": 0}, {"maximum": 0.5}]}, "#/allOf/0"),
+        ({"$ref": "#/$defs/a", "maximum": 3.5, "$defs": {"a": {"type": "number", "exclusiveMinimum": 3}}}, r"#/\$defs/a"),
+        ({"properties": {"a": {"exclusiveMaximum": -1, "anyOf": [{"maximum": -2}, {"minimum": -1.5}]}}}, "#/properties/a"),
+        ({"allOf": [{"items": {"exclusiveMinimum": 0}}, {"items": {"maximum": 0.5}}]}, "#/allOf/0/items"),
+    ],
+    ids=["allOf", "$ref", "anyOf", "items"],
+)
+def test_exclusive_bound_is_refused_if_another_schema_has_the_opposite_bound(grammars, value, place):
+    with pytest.raises(Rejected, match=rf"does not support exclusiveM.* beside .* Give m.* It stands at {place}\."):
+        compiled(grammars, value)
+
+
+@pytest.mark.parametrize(
+    ("value", "outside", "inside"),
+    [
+        ({"allOf": [{"exclusiveMinimum": 0, "maximum": 0.5}, {"minimum": 0.2}]}, "0", "0.2"),
+        ({"allOf": [{"exclusiveMinimum": 0, "maximum": 1.5}, {"type": ["integer", "null"]}, {"maximum": 0.5}]}, "0", "null"),
+        ({"type": "string", "anyOf": [{"exclusiveMinimum": 0, "maximum": 0.5}]}, "0", '"a"'),
+        ({"anyOf": [{"type": "number", "exclusiveMinimum": 0}, {"type": "number", "maximum": -0.5}]}, "0", "-0.5"),
+    ],
+    ids=["stricter bound", "integer", "string", "apart"],
+)
+def test_exclusive_bound_is_followed_if_no_range_of_fractions_begins_with_it(grammars, value, outside, inside):
+    assert takes(grammars, value, inside)
+    assert not takes(grammars, value, outside)
+
+
+@pytest.mark.parametrize(
     ("bounds", "outside", "inside"),
     [
+        ({"minimum": 0.5, "exclusiveMaximum": 1}, "1", "0.75"),
+        ({"exclusiveMinimum": -1, "maximum": -0.5}, "-1", "-0.75"),
         ({"exclusiveMinimum": 0, "maximum": 1}, "0", "0.001"),
         ({"exclusiveMinimum": 0.5, "exclusiveMaximum": 0.75}, "0.5", "0.51"),
         ({"exclusiveMinimum": -1, "exclusiveMaximum": 1}, "-1", "-0.9"),

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import ROUND_DOWN, Context, Decimal
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 from urllib.parse import quote, unquote
 
 from penstock.types.errors import Rejected, wrong
@@ -183,7 +183,7 @@ def _json_of(schema: dict[str, Any], count: SchemaCount, *, with_spellings: bool
     if len(name_patterns) > MAX_NAME_PATTERNS:
         what = f"has {len(name_patterns)} different patterns in patternProperties; at most {MAX_NAME_PATTERNS} are allowed"
         _refuse(f"{what}. Combine some into one pattern.")
-    does_merge = _count_all(schema, find, count)
+    does_merge = _count_all(schema, find, count, {id(node): place for node, place in nodes})
     if max(sum(multiples), math.prod(set(multiples) - {0}) if does_merge else 0) > MAX_MULTIPLES:
         what = f"takes multipleOf values that, without decimal points and trailing zeros, add up to at most {MAX_MULTIPLES}"
         _refuse(f"{what}, as must their product where allOf, anyOf, oneOf or $ref combine them. Use rounder numbers.")
@@ -352,17 +352,6 @@ def _check_numbers(node: dict[str, Any], place: Place) -> None:
             _refuse(f"takes {name} below 2^32, not {_shown(value)}. Leave it out.", place)
         if isinstance(value, float) and value.is_integer():
             node[name] = int(value)
-    if node.get("type") == "integer":
-        return
-    for name, ends, sign in (("exclusiveMinimum", _BOUNDS[1::2], 1), ("exclusiveMaximum", _BOUNDS[:3:2], -1)):
-        bound = _number(node.get(name))
-        for end_name in ends:
-            # llguidance accepts the bound itself if it is a whole number and the end lies before the next whole number.
-            end = _number(node.get(end_name))
-            if bound is not None and end is not None and float(bound).is_integer() and 0 < sign * (end - bound) < 1:
-                inclusive = name.replace("exclusiveM", "m")
-                what = f"does not support {name} {bound} beside {end_name} {end}"
-                _refuse(f"{what}. Give {inclusive}, such as {bound + sign * 1e-6}.", place)
 
 
 def _significant(value: Any) -> int:
@@ -422,6 +411,15 @@ def _spell_bounds(node: dict[str, Any]) -> None:
         node["anyOf"] = [*more, rules]  # a refusal is about the last one: it has the numbers of the client
 
 
+class _End(NamedTuple):
+    """An end of a range of numbers. The greater of two ends on the same side is the stricter one."""
+
+    bound: float
+    """A minimum, or a negated maximum."""
+    is_exclusive: bool = False
+    place: Place = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Way:
     """A combination of schemas that apply to the same value, such as one choice of each `anyOf`."""
@@ -434,10 +432,14 @@ class _Way:
     """Number of counted schemas with a pattern or a format."""
     with_places: tuple[dict[str, Any], ...] = ()
     """Counted schemas that contain others, which are counted again for each combination."""
+    ends: tuple[_End, ...] = (_End(-math.inf), _End(-math.inf))
+    """The strictest ends in the counted schemas: below and above."""
 
 
-def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: SchemaCount) -> bool:
+def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: SchemaCount, places: Mapping[int, Place]) -> bool:
     """Count every schema that llguidance builds. Return whether it combines any, as for `allOf`. Raises `Rejected`.
+
+    `places` maps the id of a schema to its place.
 
     The target of a $ref that stands alone counts once. Combinations are generated lazily, so the limit also bounds the work of
     counting.
@@ -474,15 +476,49 @@ def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: Schema
         choices = [options for name in ("anyOf", "oneOf") if (options := _list(node, name))]
         waiting += [{"anyOf": options} for options in choices[1:]]
         with_places = (*way.with_places, node) if _num_parts(node) else way.with_places
-        way = _Way(waiting, way.num_with_rules + has_rules, way.num_patterns + has_pattern, with_places)
+        ends = tuple(map(_stricter, way.ends, _ends(node, places.get(id(node)))))
+        way = _Way(waiting, way.num_with_rules + has_rules, way.num_patterns + has_pattern, with_places, ends)
         if choices:
             stack.append(_alternatives(way, choices[0]))
             way = None
         elif not waiting:
+            _check_ends(ends)
             count.check(sum(map(_num_parts, with_places)))
             stack.append(_inside(with_places))
             way = None
     return does_merge
+
+
+def _stricter(*ends: _End) -> _End:
+    return max(ends, key=lambda end: (end.bound, end.is_exclusive))
+
+
+def _ends(node: dict[str, Any], place: Place) -> tuple[_End, ...]:
+    """Return the ends of a schema's range: below and above. A schema without fractions gets an empty range."""
+    if "number" not in str(node.get("type", "number")):
+        return _End(math.inf), _End(math.inf)
+    return tuple(
+        _stricter(
+            _End(-math.inf),
+            *(
+                _End(sign * value, name in _BOUNDS[2:4], place)
+                for name in names
+                if (value := _number(node.get(name))) is not None
+            ),
+        )
+        for sign, names in ((1, _BOUNDS[:4:2]), (-1, _BOUNDS[1:4:2]))
+    )
+
+
+def _check_ends(ends: Sequence[_End]) -> None:
+    """Refuse an exclusive bound that llguidance includes: a whole number, if the other one is farther from 0 by less than 1."""
+    for sign, (end, other) in ((1, ends), (-1, ends[::-1])):
+        bound, opposite = sign * end.bound, -sign * other.bound
+        if end.is_exclusive and end.bound >= 0 and float(bound).is_integer() and 0 < sign * (opposite - bound) < 1:
+            name, other_name = ("Minimum", "Maximum")[::sign]
+            beside = f"exclusive{other_name}" if other.is_exclusive else other_name.lower()
+            what = f"does not support exclusive{name} {bound} beside {beside} {opposite}"
+            _refuse(f"{what}. Give {name.lower()}, such as {bound + sign * 1e-6}.", end.place)
 
 
 def _alternatives(way: _Way, options: Sequence[Any]) -> Iterator[_Way]:
