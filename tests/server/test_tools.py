@@ -510,6 +510,21 @@ async def test_calls_and_grammars_begin_behind_the_reasoning():
     assert choice["message"]["content"] == "120"
 
 
+@pytest.mark.parametrize("start", [" no", "\n- no", "no"])
+async def test_white_space_that_a_grammar_writes_behind_the_reasoning_is_content(start):
+    asked = {"structured_outputs": {"choice": [start, "yes"]}, "tools": [], "chat_template": THINKING_TEMPLATE}
+    message = (await ask(f"{THOUGHT}{start}", **asked))["message"]
+    deltas, _ = await stream(f"{THOUGHT}{start}", **asked)
+    assert message["content"] == "".join(delta.get("content") or "" for delta in deltas) == start
+
+
+async def test_a_begun_answer_keeps_the_space_before_it():
+    messages = [*ASK["messages"], {"role": "assistant", "content": f"{THOUGHT} n"}]
+    continues = {"messages": messages, "continue_final_message": True, "chat_template": CHAT_TEMPLATE + "{# </think> #}"}
+    choice = await ask("o", structured_outputs={"choice": [" no", "yes"]}, tools=[], **continues)
+    assert choice["message"]["content"] == "o"
+
+
 @pytest.mark.parametrize("budget", [0, 1, 5])
 @pytest.mark.parametrize("opens", [True, False], ids=["prompt", "model"])
 async def test_a_budget_of_reasoning_ends_the_block(budget, opens):

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from penstock.text.answer_matcher import AnswerPlan, begin_all
-from penstock.text.answers import AnswerForm, gather
+from penstock.text.answers import Answer, AnswerForm, gather
 from penstock.text.dialects import BY_NAME, TOOL_FORMATS
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind, Grammars, Lead
 from penstock.text.tokenizer import load_tokenizer
@@ -224,10 +224,10 @@ def test_what_no_call_can_be_is_text():
 @pytest.mark.parametrize("name", REASONING)
 def test_what_has_to_come_comes_behind_the_reasoning(name, tokenizer):
     marks = REASONING[name]
-    lead = Lead(marks.open, marks.close, marks.lead)
+    lead = Lead(marks.open, marks.close, marks.lead, marks.separator)
     grammar = Grammar(GrammarKind.REGEX, "[0-9]{2}", lead)
     plan = AnswerPlan(reasoning=marks)
-    for text in (f"{marks.open}Hm <b>, 7\n{marks.close}{marks.lead}12", f"{marks.lead}12"):
+    for text in (f"{marks.open}Hm <b>, 7\n{marks.close}{marks.separator}{marks.lead}12", f"{marks.lead}12"):
         matcher = matcher_of(tokenizer, grammar, plan)
         say(matcher, tokenizer, text[:-2])
         assert not {END_ID, across(tokenizer, "a")} & allowed(matcher, tokenizer)
@@ -236,8 +236,45 @@ def test_what_has_to_come_comes_behind_the_reasoning(name, tokenizer):
     matcher = matcher_of(tokenizer, grammar, AnswerPlan(reasoning=marks, is_reasoning=True))
     say(matcher, tokenizer, "Hm")
     assert END_ID not in allowed(matcher, tokenizer)  # the answer is still to come
-    say(matcher, tokenizer, f"{marks.close}{marks.lead}12")
+    say(matcher, tokenizer, f"{marks.close}{marks.separator}{marks.lead}12")
     assert allowed(matcher, tokenizer) == {END_ID}
+
+
+STARTS = [" yes", "    yes", "\n- yes", "\n\nyes", "\n\n\n", "yes"]
+
+
+@pytest.mark.parametrize("with_tools", [False, True], ids=["alone", "beside tools"])
+@pytest.mark.parametrize("tokenizer", [PLAIN, SPECIAL], ids=["plain", "special"])
+@pytest.mark.parametrize("name", REASONING)
+def test_white_space_that_a_grammar_writes_behind_the_reasoning_is_read(name, tokenizer, with_tools):
+    marks = REASONING[name]
+    lead = Lead(marks.open, marks.close, marks.lead, marks.separator)
+    grammar = Grammar(GrammarKind.CHOICE, json.dumps(STARTS))
+    if with_tools:
+        grammar = replace(calls("openai" if name == "openai" else "hermes", has_trigger=False), other=grammar)
+    grammar = replace(grammar, lead=lead)
+    form = AnswerForm(reasoning=marks, has_exact_start=grammar.has_exact_start)
+    if with_tools:
+        form = replace(
+            form, tools=BY_NAME["openai" if name == "openai" else "hermes"], tool_names=frozenset(["get"]), is_free=False
+        )
+    for start in STARTS:
+        for block in ("", f"{marks.open}Hm.{marks.close}{marks.separator}"):
+            text = f"{block}{marks.lead}{start}"
+            matcher = matcher_of(tokenizer, grammar, AnswerPlan(reasoning=marks))
+            say(matcher, tokenizer, text)
+            assert END_ID in allowed(matcher, tokenizer)
+            for pieces in ([text], text):
+                reader = form.reader(str)
+                answer = gather([part for piece in pieces for part in reader.push(piece)] + reader.finish())
+                assert answer == Answer(content=start, reasoning="Hm." if block else "")
+
+
+def test_an_answer_that_is_cut_within_the_separator_has_no_content():
+    form = AnswerForm(reasoning=REASONING["think"], is_reasoning=True, has_exact_start=True)
+    for cut in ("", "\n", "\n\n"):
+        reader = form.reader(str)
+        assert gather(reader.push(f"Hm.</think>{cut}") + reader.finish()) == Answer(reasoning="Hm.")
 
 
 def test_no_space_is_put_before_an_opened_block_of_reasoning(sentencepiece_vocab):

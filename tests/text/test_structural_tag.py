@@ -195,10 +195,10 @@ def test_marks_may_be_special_tokens():
 @pytest.mark.parametrize("name", ["think", "seed_oss", "gemma4", "mistral"])
 def test_a_reasoning_block_stands_before_the_format(name, tokenizer):
     form = REASONING[name]
-    block = f"{form.open}so <f=z {form.close}"
+    block = f"{form.open}so <f=z {form.close}{form.separator}"
     answers = {LEGACY["type"]: "a <f=x>7</f> b", "triggered_tags": "<f=x>7</f>"}
     for one in (LEGACY, triggered(["<f="], TAG_X, at_least_one=True)):
-        grammar = replace(asked(one), lead=Lead(form.open, form.close, form.lead))
+        grammar = replace(asked(one), lead=Lead(form.open, form.close, form.lead, form.separator))
         for text in (block, ""):
             matcher = ALL[id(tokenizer)].matcher(grammar, AnswerPlan(reasoning=form))
             say(matcher, tokenizer, text + answers[one["type"]])

@@ -198,6 +198,7 @@ def _form(call: Call, conversation: Conversation, prompt: str) -> AnswerForm | N
         reasoning=reasoning,
         is_reasoning=is_reasoning,
         is_continued=is_reasoning and bool(thought.strip()),
+        has_exact_start=call.grammar is not None and call.grammar.has_exact_start,
     )
 
 
@@ -211,7 +212,7 @@ def _planned(call: Call, form: AnswerForm | None) -> tuple[Grammar | None, Answe
         conversation = call.prompts if isinstance(call.prompts, Conversation) else None
         return grammar, plan_of_begun(conversation, grammar, call.running.dialect)
     if grammar is not None and reasoning is not None and trigger_of is None:
-        grammar = dataclasses.replace(grammar, lead=Lead(reasoning.open, reasoning.close, reasoning.lead))
+        grammar = dataclasses.replace(grammar, lead=Lead(reasoning.open, reasoning.close, reasoning.lead, reasoning.separator))
     plan = AnswerPlan(
         reasoning=reasoning,
         is_reasoning=form is not None and form.is_reasoning,
@@ -233,7 +234,7 @@ def plan_of_begun(conversation: Conversation | None, grammar: Grammar, dialect: 
         return None
     begun, reasoning, way = conversation.messages[-1].content, dialect.reasoning, dialect.tools.ways[0]
     if reasoning is not None and begun.lstrip().startswith(reasoning.open):
-        begun = begun.partition(reasoning.close)[2].lstrip()
+        begun = begun.partition(reasoning.close)[2].lstrip("\n" if grammar.has_exact_start else None)
     may_be_call = grammar.kind is GrammarKind.TOOLS and (
         grammar.other is None or way.has_no_mark or match_literal(begun, way.trigger) != -1
     )

@@ -121,6 +121,8 @@ class AnswerForm:
     """The prompt ends inside a reasoning block, so the answer begins with reasoning."""
     is_continued: bool = False
     """That block has text, so white space at the beginning of the answer counts."""
+    has_exact_start: bool = False
+    """A grammar decides about white space after the reasoning, and writes `reasoning.separator` before the content."""
 
     @property
     def marks(self) -> frozenset[str]:
@@ -156,6 +158,9 @@ class MarkReader:
             self._step = self._read_reasoning if form.is_reasoning else self._read_beginning
         self._skips_space = form.is_reasoning and not form.is_continued
         """Whether to skip white space, until something is returned."""
+        self._has_exact_start = form.has_exact_start
+        self._separator = ""
+        """Text to skip before the content, as far as it is still to come."""
 
     def push(self, text: str) -> list[Part]:
         """Take the next piece of the answer. Return the parts that no later text can change."""
@@ -184,8 +189,10 @@ class MarkReader:
     def _add_content(self, text: str) -> None:
         if self._skips_space:
             text = text.lstrip()
+        while text and text[0] == self._separator[:1]:
+            text, self._separator = text[1:], self._separator[1:]
         if text:
-            self._skips_space = False
+            self._skips_space, self._separator = False, ""
             self._parts.append(Content(text))
 
     def _read_beginning(self) -> bool:
@@ -209,7 +216,8 @@ class MarkReader:
         before, mark, after = self._held.partition(close)
         if mark:
             self._parts.append(Reasoning(_trimmed(before)))
-            self._held, self._step, self._skips_space = after, self._read_content, True
+            self._held, self._step, self._skips_space = after, self._read_content, not self._has_exact_start
+            self._separator = self._reasoning.separator if self._has_exact_start else ""
             return True
         shown = _trimmed(self._held[: len(self._held) - held_back(self._held, (close,))])
         if shown:

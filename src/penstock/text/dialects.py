@@ -274,6 +274,8 @@ class ReasoningFormat:
     close: str
     lead: str = ""
     """Text between the reasoning block and the content."""
+    separator: str = ""
+    """Text after the block that is not part of the content, if a grammar decides how the content begins."""
     marks: tuple[str, ...]
     forced: str
     """Text that the server writes to end the block when its budget is used up."""
@@ -288,7 +290,7 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
         marks=("<|channel|>", "<|message|>"),
         forced="<|end|><|start|>assistant",
     ),
-    ReasoningFormat(name="think", open="<think>", close="</think>", marks=("</think>",), forced="\n</think>"),
+    ReasoningFormat(name="think", open="<think>", close="</think>", separator="\n\n", marks=("</think>",), forced="\n</think>"),
     ReasoningFormat(
         name="seed_oss", open="<seed:think>", close="</seed:think>", marks=("</seed:think>",), forced="\n</seed:think>"
     ),

@@ -80,6 +80,7 @@ _TO_LARK: dict[GrammarKind, Callable[[str], str]] = {
 
 _OF_JSON = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG, GrammarKind.TOOLS})
 _LENGTH = re.compile(r'"m(?:in|ax)Length"\s*:\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)')
+_WITHOUT_BLANK_START = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT, GrammarKind.TOOLS})
 _OF_RULES = frozenset({GrammarKind.GRAMMAR, GrammarKind.LARK, GrammarKind.GBNF})
 _MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS} | dict.fromkeys(_OF_RULES, MAX_LARK_CHARS)
 
@@ -91,6 +92,8 @@ class Lead:
     open: str
     close: str
     text: str = ""
+    separator: str = ""
+    """Text after the block, if the grammar `has_exact_start`. Otherwise up to two line breaks may follow the block."""
 
     def block(self, spell: Callable[[str], str]) -> str:
         """Return a Lark rule for the reasoning block: any text up to its closing mark."""
@@ -114,6 +117,11 @@ class Grammar:
     """An alternative to TOOLS, without a lead or an alternative of its own."""
     param: str = field(default="", compare=False)
     """The field of the client's request that has the grammar, for errors."""
+
+    @property
+    def has_exact_start(self) -> bool:
+        """Whether white space at the answer's beginning is part of it. JSON and calls begin without."""
+        return (self.other or self).kind not in _WITHOUT_BLANK_START
 
     @property
     def max_extra_states(self) -> int:
@@ -156,11 +164,13 @@ class Grammar:
         """
         if self.lead is None and self.other is None:
             return ""
-        block = "" if self.lead is None else "(block LINES?)? "
-        text = f"{spell(self.lead.text)} " if self.lead is not None and self.lead.text else ""
+        block = text = rules = ""
+        if self.lead is not None:
+            block = f"(block {spell(self.lead.separator) if self.has_exact_start else 'LINES?'})? "
+            text = f"{spell(self.lead.text)} "
+            rules = f"{self.lead.block(spell)}LINES: /\\n{{1,2}}/\n"
         rest = f"@main | {block}{text}@other" if self.other is not None else "@main"
         text = text if self.kind is not GrammarKind.TOOLS else ""
-        rules = "" if self.lead is None else f"{self.lead.block(spell)}LINES: /\\n{{1,2}}/\n"
         return f"start: {block}{text}{rest}\n{rules}"
 
 
