@@ -432,7 +432,7 @@ class _Way:
     """Number of counted schemas with a pattern or a format."""
     with_places: tuple[dict[str, Any], ...] = ()
     """Counted schemas that contain others, which are counted again for each combination."""
-    ends: tuple[_End, ...] = (_End(-math.inf), _End(-math.inf))
+    ends: tuple[_End, _End] = (_End(-math.inf), _End(-math.inf))
     """The strictest ends in the counted schemas: below and above."""
 
 
@@ -476,7 +476,7 @@ def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: Schema
         choices = [options for name in ("anyOf", "oneOf") if (options := _list(node, name))]
         waiting += [{"anyOf": options} for options in choices[1:]]
         with_places = (*way.with_places, node) if _num_parts(node) else way.with_places
-        ends = tuple(map(_stricter, way.ends, _ends(node, places.get(id(node)))))
+        ends = _narrowed(way.ends, node, places.get(id(node)))
         way = _Way(waiting, way.num_with_rules + has_rules, way.num_patterns + has_pattern, with_places, ends)
         if choices:
             stack.append(_alternatives(way, choices[0]))
@@ -489,28 +489,20 @@ def _count_all(schema: dict[str, Any], find: Callable[[str], Any], count: Schema
     return does_merge
 
 
-def _stricter(*ends: _End) -> _End:
-    return max(ends, key=lambda end: (end.bound, end.is_exclusive))
-
-
-def _ends(node: dict[str, Any], place: Place) -> tuple[_End, ...]:
-    """Return the ends of a schema's range: below and above. A schema without fractions gets an empty range."""
+def _narrowed(ends: tuple[_End, _End], node: dict[str, Any], place: Place) -> tuple[_End, _End]:
+    """Return the ends (below and above) of a range within a schema's bounds. It is empty if the schema has no fractions."""
     if "number" not in str(node.get("type", "number")):
         return _End(math.inf), _End(math.inf)
-    return tuple(
-        _stricter(
-            _End(-math.inf),
-            *(
-                _End(sign * value, name in _BOUNDS[2:4], place)
-                for name in names
-                if (value := _number(node.get(name))) is not None
-            ),
-        )
-        for sign, names in ((1, _BOUNDS[:4:2]), (-1, _BOUNDS[1:4:2]))
-    )
+    found = list(ends)
+    for nth, name in enumerate(_BOUNDS[:4]):
+        value, is_upper = _number(node.get(name)), nth % 2
+        if value is not None:
+            end = _End(-value if is_upper else value, nth >= 2, place)
+            found[is_upper] = max(found[is_upper], end, key=operator.itemgetter(0, 1))
+    return found[0], found[1]
 
 
-def _check_ends(ends: Sequence[_End]) -> None:
+def _check_ends(ends: tuple[_End, _End]) -> None:
     """Refuse an exclusive bound that llguidance includes: a whole number, if the other one is farther from 0 by less than 1."""
     for sign, (end, other) in ((1, ends), (-1, ends[::-1])):
         bound, opposite = sign * end.bound, -sign * other.bound
