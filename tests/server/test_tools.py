@@ -518,10 +518,11 @@ async def test_white_space_that_a_grammar_writes_behind_the_reasoning_is_content
     assert message["content"] == "".join(delta.get("content") or "" for delta in deltas) == start
 
 
-async def test_a_begun_answer_keeps_the_space_before_it():
-    messages = [*ASK["messages"], {"role": "assistant", "content": f"{THOUGHT} n"}]
+@pytest.mark.parametrize("start", [" n", "\n- n"])
+async def test_a_begun_answer_keeps_the_white_space_before_it(start):
+    messages = [*ASK["messages"], {"role": "assistant", "content": f"{THOUGHT}{start}"}]
     continues = {"messages": messages, "continue_final_message": True, "chat_template": CHAT_TEMPLATE + "{# </think> #}"}
-    choice = await ask("o", structured_outputs={"choice": [" no", "yes"]}, tools=[], **continues)
+    choice = await ask("o", structured_outputs={"choice": [f"{start}o", "yes"]}, tools=[], **continues)
     assert choice["message"]["content"] == "o"
 
 

@@ -270,6 +270,19 @@ def test_white_space_that_a_grammar_writes_behind_the_reasoning_is_read(name, to
                 assert answer == Answer(content=start, reasoning="Hm." if block else "")
 
 
+@pytest.mark.parametrize("name", [name for name, marks in REASONING.items() if not marks.lead])
+def test_a_model_separates_the_reasoning_as_it_is_used_to_if_no_choice_begins_with_white_space(name):
+    marks = REASONING[name]
+    grammar = Grammar(GrammarKind.CHOICE, json.dumps(["yes", "no, not"]), Lead(marks.open, marks.close, "", marks.separator))
+    for lines in ("", "\n", "\n\n"):
+        text = f"{marks.open}Hm.{marks.close}{lines}yes"
+        matcher = matcher_of(SPECIAL, grammar, AnswerPlan(reasoning=marks))
+        say(matcher, SPECIAL, text)
+        assert END_ID in allowed(matcher, SPECIAL)
+        reader = AnswerForm(reasoning=marks, has_exact_start=grammar.has_exact_start).reader(str)
+        assert gather(reader.push(text) + reader.finish()) == Answer(content="yes", reasoning="Hm.")
+
+
 def test_an_answer_that_is_cut_within_the_separator_has_no_content():
     form = AnswerForm(reasoning=REASONING["think"], is_reasoning=True, has_exact_start=True)
     for cut in ("", "\n", "\n\n"):

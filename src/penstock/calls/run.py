@@ -29,7 +29,7 @@ from penstock.calls.in_flight import Arrival, InFlight, RunningCall
 from penstock.calls.prompts import Tokenised, asked_tokens, each_scores, render, tokenise
 from penstock.deploy.running import RunningModel
 from penstock.obs.explain.explanation import GRAMMAR
-from penstock.text.answers import AnswerForm
+from penstock.text.answers import AnswerForm, without_start
 from penstock.text.dialects import Dialect
 from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind, Lead, num_at_once
 from penstock.text.parameters import Types, match_literal
@@ -234,7 +234,8 @@ def plan_of_begun(conversation: Conversation | None, grammar: Grammar, dialect: 
         return None
     begun, reasoning, way = conversation.messages[-1].content, dialect.reasoning, dialect.tools.ways[0]
     if reasoning is not None and begun.lstrip().startswith(reasoning.open):
-        begun = begun.partition(reasoning.close)[2].lstrip("\n" if grammar.has_exact_start else None)
+        begun = begun.partition(reasoning.close)[2]
+        begun = without_start(begun, reasoning.separator)[0] if grammar.has_exact_start else begun.lstrip()
     may_be_call = grammar.kind is GrammarKind.TOOLS and (
         grammar.other is None or way.has_no_mark or match_literal(begun, way.trigger) != -1
     )

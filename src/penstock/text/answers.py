@@ -189,8 +189,7 @@ class MarkReader:
     def _add_content(self, text: str) -> None:
         if self._skips_space:
             text = text.lstrip()
-        while text and text[0] == self._separator[:1]:
-            text, self._separator = text[1:], self._separator[1:]
+        text, self._separator = without_start(text, self._separator)
         if text:
             self._skips_space, self._separator = False, ""
             self._parts.append(Content(text))
@@ -289,6 +288,13 @@ class MarkReader:
             self._step = self._read_content
             return True
         return False
+
+
+def without_start(text: str, start: str) -> tuple[str, str]:
+    """Return the text without the part of `start` that it begins with, and the rest of `start`."""
+    while text and text[0] == start[:1]:
+        text, start = text[1:], start[1:]
+    return text, start
 
 
 def _trimmed(text: str) -> str:

@@ -292,7 +292,12 @@ REASONING_FORMATS: tuple[ReasoningFormat, ...] = (
     ),
     ReasoningFormat(name="think", open="<think>", close="</think>", separator="\n\n", marks=("</think>",), forced="\n</think>"),
     ReasoningFormat(
-        name="seed_oss", open="<seed:think>", close="</seed:think>", marks=("</seed:think>",), forced="\n</seed:think>"
+        name="seed_oss",
+        open="<seed:think>",
+        close="</seed:think>",
+        separator="\n",
+        marks=("</seed:think>",),
+        forced="\n</seed:think>",
     ),
     ReasoningFormat(  # Gemma 4
         name="gemma4", open="<|channel>thought", close="<channel|>", marks=("<|channel>", "<channel|>"), forced="\n<channel|>"

@@ -81,6 +81,8 @@ _TO_LARK: dict[GrammarKind, Callable[[str], str]] = {
 _OF_JSON = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.STRUCTURAL_TAG, GrammarKind.TOOLS})
 _LENGTH = re.compile(r'"m(?:in|ax)Length"\s*:\s*(\d+(?:\.\d+)?(?:[eE]\+?\d+)?)')
 _WITHOUT_BLANK_START = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT, GrammarKind.TOOLS})
+_BLANK_CHOICE = re.compile(r'"[\s\\]')
+"""White space, or an escape that may be white space, at the beginning of a string in JSON."""
 _OF_RULES = frozenset({GrammarKind.GRAMMAR, GrammarKind.LARK, GrammarKind.GBNF})
 _MAX_CHARS = {GrammarKind.REGEX: MAX_REGEX_CHARS} | dict.fromkeys(_OF_RULES, MAX_LARK_CHARS)
 
@@ -120,8 +122,11 @@ class Grammar:
 
     @property
     def has_exact_start(self) -> bool:
-        """Whether white space at the answer's beginning is part of it. JSON and calls begin without."""
-        return (self.other or self).kind not in _WITHOUT_BLANK_START
+        """Whether the answer may begin with white space, which is then part of it. JSON, calls and most choices do not."""
+        answer = self.other or self
+        if answer.kind is GrammarKind.CHOICE:
+            return _BLANK_CHOICE.search(answer.source) is not None
+        return answer.kind not in _WITHOUT_BLANK_START
 
     @property
     def max_extra_states(self) -> int:
