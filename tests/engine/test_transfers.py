@@ -18,8 +18,10 @@ from penstock.kv.tiers import LOAD_TIMEOUT_NS, Tier
 from penstock.storage.block_file import PAGE_BYTES, BlockFile
 from penstock.testing import HashExecutor, Outcome, expected_tokens, make_core, make_request, run_to_completion
 from penstock.testing.driver import LateWorker
+from penstock.types.adapter import AdapterRef
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
+from support.fake_adapters import FakeAdapters, make_adapter
 from support.memory_store import Faults, MemoryStore
 from support.strategies import MODEL
 
@@ -76,7 +78,8 @@ class House:
         self.store: Any = store or MemoryStore(100)
         self.executor = executor or Recorder()
         self.tier = Tier(100, entries=self.store.entries())
-        self.core: EngineCore = make_core(CAPACITY, tier=self.tier)
+        adapters = FakeAdapters(num_pages=lambda _: 1)
+        self.core: EngineCore = make_core(CAPACITY, tier=self.tier, adapters=adapters)
         self.worker = LateWorker()
         self.hangs = False
         self.transfers = Transfers(
@@ -93,15 +96,17 @@ class House:
         if not self.hangs:
             self.worker(job, is_urgent)
 
-    def ask(self, prompt: list[int]) -> tuple[Outcome, int]:
+    def ask(self, prompt: list[int], adapter: AdapterRef | None = None) -> tuple[Outcome, int]:
         """Its answer, which is the right one, and how many of its tokens were found in the cache."""
         self.num_asked += 1
-        request = make_request(f"r{self.num_asked}", prompt, max_tokens=3, arrival_ns=self.clock.now_ns())
+        name, now_ns = f"r{self.num_asked}", self.clock.now_ns()
+        request = make_request(name, prompt, max_tokens=3, arrival_ns=now_ns, adapter=adapter)
         outcomes = run_to_completion(
             self.core, self.executor, Add(request), clock=self.clock, transfers=self.transfers, worker=self.worker
         )
         outcome = outcomes[request.request_id]
-        expected = expected_tokens(prompt, request.sampling, model=MODEL, max_model_len=CAPACITY.max_model_len)
+        limit = CAPACITY.max_model_len
+        expected = expected_tokens(prompt, request.sampling, model=MODEL, max_model_len=limit, adapter=adapter)
         assert tuple(outcome.token_ids) == expected.token_ids
         return outcome, request.num_cached_tokens
 
@@ -210,6 +215,16 @@ def test_what_arrives_is_written_at_once_when_what_makes_place_was_read() -> Non
     assert 1 < len(spilled) <= len(written)
     assert set(spilled) <= set(written), "their content had to make place"
     assert [kind for kind, _ in house.executor.moves].count("write") == 1
+
+
+def test_an_adapter_is_dropped_before_what_arrives_is_written_to_its_block() -> None:
+    house = House()
+    house.ask(SESSION)
+    house.ask(OTHERS)
+    house.ask(OTHERS[:60], make_adapter(1))
+    assert house.executor.adapters.keys() == {1}
+    assert house.ask(SESSION)[1] == 48
+    assert not house.executor.adapters
 
 
 def test_a_tier_that_was_closed_is_tried_again_and_opens_when_the_store_works() -> None:

@@ -38,6 +38,10 @@ class BlockMover(Protocol):
         """Write contents that `read_blocks` returned into blocks that no request holds."""
         ...
 
+    def drop_adapter(self, number: int) -> None:
+        """Forget an adapter, if it is placed. The next step releases rows that use it."""
+        ...
+
 
 class BlockMemory(Protocol):
     """An executor's blocks, which any thread may read and fill while steps run. No step may use a block while it is filled.
@@ -92,10 +96,6 @@ class Executor(BlockMover, Protocol):
 
         Rows admitted from now on may name it. Raises `ExecutorFailure`, and ValueError if it is placed already.
         """
-        ...
-
-    def drop_adapter(self, number: int) -> None:
-        """Forget an adapter, if it is placed. The next step releases rows that use it."""
         ...
 
     def submit(self, plan: StepPlan) -> Ticket:

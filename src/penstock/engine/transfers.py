@@ -106,7 +106,7 @@ class Transfers:
         tier."""
         if kv.tier is None or kv.swapping is None:
             raise ValueError("transfers need a manager with a tier")
-        self._tier, self._swapping, self._index = kv.tier, kv.swapping, kv.prefix.index
+        self._tier, self._swapping, self._index, self._adapters = kv.tier, kv.swapping, kv.prefix.index, kv.adapters
         self._blocks, self._store, self._clock = blocks, store, clock
         self._wake = wake
         self.stats = stats or TierStats()
@@ -237,6 +237,8 @@ class Transfers:
         placed = self._swapping.place([move.order for move in moves if isinstance(move.order, Load)])
         self._spill(self._tier.take_spills())
         if placed:
+            for number in self._adapters.take_drops():  # their blocks may be among those that were taken
+                self._blocks.drop_adapter(number)
             contents = [buffers[load.block_hash] for load, _ in placed]
             self._blocks.write_blocks([block_id for _, block_id in placed], contents)
 

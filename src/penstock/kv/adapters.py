@@ -1,7 +1,7 @@
 """LoRA adapters in the KV pool, in pages of one block. Part of `KVManager`.
 
 The blocks of an adapter in use are held (the adapter is pinned). Later they lie in the free list, and taking one evicts the
-whole adapter. Before a step the executor drops adapters, then copies blocks, then places adapters.
+whole adapter. Before a step, or a load from the tier, the executor drops adapters. Then it copies blocks and places adapters.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class AdapterPages:
         return bool(self._placements)
 
     def take_drops(self) -> Sequence[int]:
-        """Return, once each, numbers of adapters to drop before blocks are copied."""
+        """Return, once each, numbers of adapters to drop before blocks are copied or written."""
         drops, self._drops = self._drops, []
         return drops
 
