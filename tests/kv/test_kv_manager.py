@@ -482,6 +482,14 @@ class TestTables:
 
 
 class TestCopyOnWrite:
+    def test_a_fork_that_shares_no_block_holds_its_parents_adapter(self) -> None:
+        manager, parent = make_manager(), make_request("a", 4, adapter=make_adapter(1))
+        manager.allocate(parent, manager.lookup_prefix(parent), 4, HashAdapter(ROOT, 1))
+        manager.fork("a", "b", 0)
+        check(manager)
+        manager.free("a")
+        assert manager.adapters.is_pinned(1)
+
     def test_a_fork_takes_no_memory(self) -> None:
         manager = make_manager()
         compute(manager, make_request("a", 6))
