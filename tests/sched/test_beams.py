@@ -182,11 +182,23 @@ def test_who_cancels_one_cancels_all(turn: int, which: int) -> None:
     assert core.scheduler.kv.pool.num_available == core.scheduler.kv.num_total_blocks
 
 
-def test_a_time_limit_ends_all() -> None:
-    requests = search_requests(3, max_tokens=30, stops=(), deadline_ns=5_000_000)
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [("deadline_ns", RejectReason.DEADLINE), ("first_token_deadline_ns", RejectReason.FIRST_TOKEN_TIMEOUT)],
+)
+def test_a_time_limit_ends_all(limit: str, reason: RejectReason) -> None:
+    requests = search_requests(3, max_tokens=30, stops=(), **{limit: 5_000_000})
     outcomes = run(make_core(CAPACITY), HashExecutor(CAPACITY, model=MODEL), *requests)
     assert {outcome.finish_reason for outcome in outcomes.values()} == {FinishReason.ABORT}
-    assert all(outcome.last.reject_reason == RejectReason.DEADLINE for outcome in outcomes.values())
+    assert all(outcome.last.reject_reason == reason for outcome in outcomes.values())
+
+
+def test_the_first_token_of_a_search_is_the_first_that_is_sent() -> None:
+    requests = search_requests(3, stops=())
+    outcomes = run(make_core(CAPACITY), HashExecutor(CAPACITY, model=MODEL), *requests)
+    for request in requests:
+        (event,) = outcomes[request.request_id].events
+        assert request.first_token_ns == event.at_ns == 12_000_000
 
 
 def test_a_search_that_never_gets_all_its_requests_is_refused_as_a_whole() -> None:

@@ -93,8 +93,7 @@ def fold(request: Request) -> None:
 
 
 def note_first_token(request: Request, now_ns: int) -> None:
-    if request.first_token_ns is None:
-        request.first_token_ns = now_ns
+    request.first_token_ns = now_ns
 
 
 def replace_output(request: Request, token_ids: Sequence[int]) -> None:

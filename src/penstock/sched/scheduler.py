@@ -556,7 +556,7 @@ class Scheduler:
         if failures and self._padding.is_active:
             self._padding.fail(failures)
         if grouped:
-            for answer in self._beams.choose(now_ns):
+            for answer in self._beams.choose():
                 self._end_beam(answer, outcome, now_ns)
         return outcome
 
@@ -620,6 +620,7 @@ class Scheduler:
     def _end_beam(self, answer: Answer, outcome: StepOutcome, now_ns: int) -> None:
         request, token_ids = answer.request, answer.token_ids
         progress.replace_output(request, token_ids)
+        progress.note_first_token(request, now_ns)
         num_cached = request.num_cached_tokens
         reason = FinishReason.STOP if answer.is_stopped else FinishReason.LENGTH
         stop_reason = token_ids[-1] if answer.is_stopped else None

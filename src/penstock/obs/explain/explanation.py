@@ -128,7 +128,9 @@ def explain(life: Life, now: WaitMark, turn: Turn, decodes: Span, waits_for: Wai
     """Explain a request as of `now`. `decodes` has the totals of all steps in which it decoded."""
     end = life.left or now
     began_ns = life.began.at_ns if life.began else end.at_ns
-    first_token_ns = life.end.first_token_ns if life.end else life.first_token_ns
+    first_token_ns = life.first_token_ns
+    if life.end and not life.search_id:  # beams decode long before their first token is sent
+        first_token_ns = life.end.first_token_ns
     decode_from_ns = first_token_ns if first_token_ns is not None else end.at_ns
     steps = Span()
     steps.add(life.prefills)

@@ -45,12 +45,10 @@ class Beams:
         if len(group.tops) == len(group.carriers):
             self._ready.append(group)
 
-    def choose(self, now_ns: int) -> Iterator[Answer]:
+    def choose(self) -> Iterator[Answer]:
         """Advance each search once all its beams have their tokens. Yield the answers of requests that the caller must end."""
         ready, self._ready = self._ready, []
         for group in ready:
-            for member in group.members:
-                progress.note_first_token(member, now_ns)
             if not group.members:  # one of its rows failed
                 continue
             tops = [group.tops[carrier.request_id] for carrier in group.carriers]
