@@ -14,6 +14,7 @@ from penstock.testing import make_request
 from penstock.types.errors import Rejected, RejectReason
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
+from penstock.types.sampling import BeamParams
 from penstock.types.stats import AdapterCounts, EngineLoad, RequestStats, StepCounts, StepStats, WaitReason
 from support.fake_adapters import FakeAdapters, make_adapter
 from support.loads import make_load
@@ -554,6 +555,19 @@ class TestExpectations:
         for idx, request in enumerate(requests):
             request.first_token_ns = now_ns + (1 + 2 * idx) * entering.view.ttft_ns
         door.on_tokens(requests, ())
+        assert door.margin.factor == FIRST_FACTOR
+
+    def test_a_beam_search_leaves_the_margin_as_it_is(self):
+        """Its first token comes at its end, and the expected time is that of its prompt."""
+        door = make_door(slo_ttft_ns=2 * SECOND)
+        now_ns = busy(door, rate=4.0)
+        entering = door.decide(Ask(num_token_ids=10, num_requests=2), make_load(8, 3, 0), now_ns)
+        beams = [make_request(name, 10, arrival_ns=now_ns, beams=BeamParams(width=2), logprobs=2) for name in "ab"]
+        door.add_requests(entering, beams, now_ns)
+        door.end_entering(entering)
+        for request in beams:
+            request.first_token_ns = now_ns + 9 * entering.view.ttft_ns
+        door.on_tokens(beams, ())
         assert door.margin.factor == FIRST_FACTOR
 
     def test_an_accident_does_not_close_the_door(self):

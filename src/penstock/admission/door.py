@@ -160,7 +160,8 @@ class Admission:
             num_new_tokens = min(view.num_new_tokens, request.sampling.max_tokens)
             num_prompt_tokens = _num_prompt_tokens(request)
             num_prefill_tokens = round(self.lengths.computed_share * num_prompt_tokens)
-            expected_ttft_ns = view.ttft_ns + now_ns - request.arrival_ns if is_first and not idx else 0
+            is_known = is_first and not idx and request.sampling.beams is None  # beams send all tokens at their end
+            expected_ttft_ns = view.ttft_ns + now_ns - request.arrival_ns if is_known else 0
             num_blocks = self._num_blocks(num_prefill_tokens + num_new_tokens)
             entry = Entry(num_prefill_tokens, num_blocks, expected_ttft_ns, request.priority)
             if request.adapter is not None:
