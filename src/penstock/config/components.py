@@ -294,7 +294,7 @@ class SchedulerConfig(Component):
     )
     background_share: float = share(
         0.0,
-        "Approximate minimum share of time for requests of /v1/batches, with continuous batching.",
+        "Approximate minimum share of time for requests of /v1/batches, with continuous batching, if memory allows.",
         minimum=0.0,
         maximum=0.9,
     )
