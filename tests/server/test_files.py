@@ -280,6 +280,21 @@ def test_any_name_is_only_a_name(jobs, client, name):
 
 
 @pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("UTF-8''na%C3%AFve.jsonl", "naïve.jsonl"),
+        ("''na%C3%AFve.jsonl", "naïve.jsonl"),
+        ("UTF-8''na%EFve.jsonl", "na\ufffdve.jsonl"),
+        ("unicode-escape''%5Cud800", "\\ud800"),
+        ("a%00b''a", "a"),
+    ],
+)
+def test_a_percent_encoded_name_is_read_as_utf_8(client, jobs, word, name):
+    data = form(PURPOSE, part("file", b"x", f"; filename*={word}"))
+    assert httpx.post(f"{jobs.url}{FILES}", content=data, headers=FORM).json()["filename"] == name
+
+
+@pytest.mark.parametrize(
     "wrong", ["..", "%2e%2e%2fjobs.db", "%00", "%ff", "%ed%a0%80", "file-" + "0" * 32, "x" * 5000, "a%0d%0aX-A:%20b"]
 )
 def test_any_id_is_only_an_id(jobs, client, wrong):

@@ -116,7 +116,8 @@ def _param(header: str, value: str, name: str) -> str:
         found = message.get_param(name, "", header)
     except TypeError:  # it sorts the parts of a parameter (RFC 2231), and one may lack a number
         raise _malformed(f"{header} has a parameter both whole and in parts") from None
-    return found[2] if isinstance(found, tuple) else str(found)
+    # Percent-encoded bytes (RFC 8187) are found as Latin-1. They are UTF-8.
+    return found[2].encode("latin-1", "replace").decode("utf-8", "replace") if isinstance(found, tuple) else str(found)
 
 
 def _malformed(what: str) -> ApiError:
