@@ -102,6 +102,7 @@ def test_lines_end_as_they_like(tmp_path, end):
         (b"null", "invalid_request", "object"),
         (b"{}", "invalid_request", "custom_id"),
         (line(custom_id=3), "invalid_request", "custom_id"),
+        (line(priority=9), "invalid_request", "unknown field `priority`"),
         (line(""), "invalid_custom_id", "1 to 512"),
         (line("x" * 513), "invalid_custom_id", "1 to 512"),
         (line(method="GET"), "invalid_method", "POST"),
@@ -123,7 +124,7 @@ def test_an_error_names_its_line_and_the_cause(tmp_path, bad, code, words):
 
 
 def test_what_is_allowed(tmp_path):
-    text = [line("x" * 512), line("\U0001f600"), line("s", body={"stream": False}), line(" "), line(body={}, more=1)]
+    text = [line("x" * 512), line("\U0001f600"), line("s", body={"stream": False}), line(" "), line(body={})]
     assert prepared(tmp_path, b"\n".join(text)) == 5
 
 

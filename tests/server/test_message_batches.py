@@ -119,6 +119,7 @@ def test_pages_go_both_ways(http) -> None:
         ([request("a", background=True)], "params.background' can't be used"),
         ([request("a b")], "custom_id"),
         ([{"custom_id": "a"}], "params"),
+        ([request("a") | {"priority": 9}], "Unknown parameter: 'requests[0].priority'"),
     ],
 )
 def test_what_can_not_run_is_refused(http, requests, words: str) -> None:

@@ -62,7 +62,7 @@ _Row = tuple[int, bytes, bytes, int, int]
 """Number, digest of the `custom_id`, key, start and size of a line."""
 
 
-class Request(msgspec.Struct):
+class Request(msgspec.Struct, forbid_unknown_fields=True):
     """One line of a file."""
 
     custom_id: str
