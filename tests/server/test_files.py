@@ -294,6 +294,15 @@ def test_a_percent_encoded_name_is_read_as_utf_8(client, jobs, word, name):
     assert httpx.post(f"{jobs.url}{FILES}", content=data, headers=FORM).json()["filename"] == name
 
 
+@pytest.mark.parametrize("wanted", ["bytes=abc", "bytes=9999999-", "bytes=1-2", "lines=1-2"])
+def test_a_content_is_returned_whole_whatever_range_is_asked_for(client, jobs, wanted):
+    file = client.files.create(file=("a", b"hello"), purpose="batch")
+    answer = httpx.get(f"{jobs.url}{FILES}/{file.id}/content", headers={"Range": wanted})
+    assert (answer.status_code, answer.content, answer.headers["content-length"]) == (200, b"hello", "5")
+    head = httpx.head(f"{jobs.url}{FILES}/{file.id}/content")
+    assert (head.content, head.headers["content-length"]) == (b"", "5")
+
+
 @pytest.mark.parametrize(
     "wrong", ["..", "%2e%2e%2fjobs.db", "%00", "%ff", "%ed%a0%80", "file-" + "0" * 32, "x" * 5000, "a%0d%0aX-A:%20b"]
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sqlite3
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response, StreamingResponse
 from typing_extensions import TypedDict
 
 from penstock.disk import cause
@@ -146,7 +146,8 @@ class FilesEndpoint:
             found = await batches.on_disk(Path.stat, path)
         except FileNotFoundError:  # it was just deleted
             raise _not_found(file.id) from None
-        return FileResponse(path, media_type="application/octet-stream", stat_result=found)
+        headers = {"Content-Length": str(found.st_size)}
+        return StreamingResponse(_pieces(path), headers=headers, media_type="application/octet-stream")
 
     async def delete(self, http: HttpRequest) -> FileDeleted:
         """Delete a file."""
@@ -173,6 +174,12 @@ def _check_fields(fields: Mapping[str, str]) -> int | None:
     if fields.get("purpose") != UPLOAD:
         raise invalid(f"'purpose' must be '{UPLOAD}': other files have no use here.", "purpose")
     return read_expiry(fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]"))
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(WRITTEN_AT_ONCE):
+            yield piece
 
 
 def _not_found(file_id: str, param: str | None = None) -> ApiError:
