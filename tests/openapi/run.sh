@@ -20,18 +20,20 @@ if [[ "$(cat "$VENV/.installed" 2>/dev/null)" != "${TOOLS[*]}" ]]; then
   echo "${TOOLS[*]}" > "$VENV/.installed"
 fi
 
-trap '[[ -z ${server:-} ]] || { kill "$server"; wait "$server" || true; }' EXIT
+JOBS=$(mktemp -d)
+trap '[[ -z ${server:-} ]] || { kill "$server"; wait "$server" || true; }; rm -rf "$JOBS"' EXIT
 
 # check MODEL KEY [ARGS OF THE SERVER]: has schemathesis ask a server of the model, with the key if that is not empty.
 check() {
   local model=$1 key=$2 arguments=()
   shift 2
   .venv/bin/penstock pull "$model"
-  .venv/bin/penstock serve "$model" --port "$PORT" --log-level error "$@" ${key:+--api-key "$key"} &
+  .venv/bin/penstock serve "$model" --port "$PORT" --log-level error --jobs-dir "$JOBS" "$@" ${key:+--api-key "$key"} &
   server=$!
   [[ -z $key ]] || arguments=(--header "Authorization: Bearer $key")
   # In a folder of its own, where it leaves notes on what it has found.
-  PENSTOCK_MODEL=$model SCHEMATHESIS_HOOKS=openapi.hooks PYTHONPATH=$TESTS env -C "$VENV" bin/st run "$URL/openapi.json" \
+  PENSTOCK_MODEL=$model PENSTOCK_URL=$URL PENSTOCK_KEY=$key SCHEMATHESIS_HOOKS=openapi.hooks PYTHONPATH=$TESTS \
+    env -C "$VENV" bin/st run "$URL/openapi.json" \
     --wait-for-schema 60 --checks "$CHECKS" --phases examples,coverage,fuzzing --max-examples "${MAX_EXAMPLES:-20}" \
     --seed 1 --workers 4 --continue-on-failure --request-timeout 30 --suppress-health-check all --warnings off --no-color \
     "${arguments[@]}" || failed=1

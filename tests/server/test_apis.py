@@ -50,7 +50,7 @@ async def shout(data, _http):
 
 def routes(parts):
     return [
-        Route("GET /echo", "Echo", echo, returns=Echo, query="say"),
+        Route("GET /echo", "Echo", echo, returns=Echo, query=["say"]),
         Route("POST /echo", "Echo loudly", shout, EchoBody, Echo),
         Route("GET /version", "Echo", echo, returns=Echo, when=has_header(b"x-echo")),
         Route("POST /tokenize", "Echo loudly", shout, EchoBody, Echo, when=parts.has_field("say")),

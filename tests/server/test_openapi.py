@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 
+import httpx
 import pytest
 
-from support.server.harness import make_client, make_runtime
+from support.answers import AnswerCheck
+from support.server.harness import make_client, make_runtime, wait_until
+from support.server.jobs import COMPLETIONS, file_of, impatient, line, serving
 
 
 @pytest.fixture(scope="module")
@@ -128,3 +132,62 @@ async def test_an_explanation_has_the_fields_of_its_schema(client, document):
 
 async def test_schemas_have_short_names(document):
     assert [name for name in document["components"]["schemas"] if not name.isalnum()] == []
+
+
+async def test_files_and_batches_answer_as_described(tmp_path, monkeypatch, gate):
+    impatient(monkeypatch)
+    with serving(tmp_path, gate) as server:
+        hooks = {"response": [AnswerCheck(server.server._app)]}
+        async with httpx.AsyncClient(base_url=server.url, event_hooks=hooks, timeout=30) as http:
+            document = (await http.get("/openapi.json")).json()
+
+            async def ask(method, path, status=200, template=None, **fields):
+                answer = await http.request(method, path, **fields)
+                assert answer.status_code == status, answer.text
+                assert str(status) in document["paths"][template or path][method.lower()]["responses"]
+                return answer
+
+            upload = {"files": {"file": file_of([line("a", COMPLETIONS)])}, "data": {"purpose": "batch"}}
+            file_id = (await ask("POST", "/v1/files", **upload)).json()["id"]
+            await ask("GET", "/v1/files")
+            await ask("GET", f"/v1/files/{file_id}/content", template="/v1/files/{file_id}/content")
+            body = {"input_file_id": file_id, "endpoint": COMPLETIONS}
+            batch_id = (await ask("POST", "/v1/batches", json=body)).json()["id"]
+            message = {"model": "toy", "max_tokens": 3, "messages": [{"role": "user", "content": "Hi."}]}
+            body = {"requests": [{"custom_id": "a", "params": message}]}
+            results = (await ask("POST", "/v1/messages/batches", json=body)).json()["id"]
+            await ask("DELETE", f"/v1/files/{file_id}", 409, "/v1/files/{file_id}")
+            gate.open()
+            with server.client() as client:
+                wait_until(lambda: client.batches.retrieve(batch_id).status == "completed", timeout_s=30)
+                wait_until(
+                    lambda: httpx.get(f"{server.url}/v1/messages/batches/{results}").json()["processing_status"] == "ended"
+                )
+            await ask("POST", f"/v1/batches/{batch_id}/cancel", 409, "/v1/batches/{batch_id}/cancel")
+            template = "/v1/messages/batches/{batch_id}/results"
+            answer = await ask("GET", f"/v1/messages/batches/{results}/results", template=template)
+            assert json.loads(answer.text)["custom_id"] == "a"
+    [(kind, content)] = document["paths"]["/v1/files"]["post"]["requestBody"]["content"].items()
+    form = document["components"]["schemas"][content["schema"]["$ref"].rpartition("/")[2]]
+    assert (kind, form["required"]) == ("multipart/form-data", ["file", "purpose"])
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "schema"),
+    [
+        ("GET /v1/requests", "ended", {"type": "integer", "minimum": 0, "maximum": 100, "default": 0}),
+        ("GET /debug/trace", "seconds", {"type": "number", "exclusiveMinimum": 0, "maximum": 60, "default": 5}),
+        (
+            "GET /v1/responses/{response_id}/input_items",
+            "order",
+            {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+        ),
+    ],
+)
+async def test_parameters_are_described_with_their_types_and_limits(document, operation, name, schema):
+    told = operations(document)[operation]
+    assert [one["schema"] for one in told["parameters"] if one["name"] == name] == [schema]
+
+
+async def test_a_second_trace_is_refused_as_described(document):
+    assert "409" in operations(document)["GET /debug/trace"]["responses"]

@@ -94,7 +94,7 @@ def wrong(data: bytes, media_type: str, schema: dict[str, Any], named: dict[str,
     """Return what is wrong with a body: JSON, lines of JSON, or events with JSON."""
     if media_type == "application/json":
         return faults(json.loads(data), schema, named)
-    if media_type == "application/x-ndjson":
+    if media_type in ("application/x-ndjson", "application/x-jsonl"):
         return [fault for line in data.splitlines() for fault in faults(json.loads(line), schema, named)]
     if media_type != "text/event-stream":
         return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from starlette.requests import Request as HttpRequest
 
@@ -22,6 +22,7 @@ from penstock.serve.cards import FactsCache
 from penstock.serve.errors import openai_words
 from penstock.serve.http.checks import Wording, headers_of
 from penstock.serve.own_requests import OwnRequests
+from penstock.serve.paging import Parameter
 from penstock.serve.texts.endpoint import Answer, TextsEndpoint
 from penstock.serve.waiting import FolderWatch
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:  # with an HTTP client or a database, which few servers need
     from penstock.serve.upstream import Upstream
 
 _Body = TypeVar("_Body", bound=Body)
-PlainText = Annotated[str, "text/plain"]
+JSON = "application/json"
 When = Callable[[bytes, HttpRequest], Awaitable[bool]]
 """Takes the body and the request, and returns whether the request belongs to a route."""
 
@@ -125,15 +126,19 @@ class Route:
     body: Any = None
     """The type of its JSON body, or a union of types."""
     returns: Any = Any
-    """The type of its JSON answer, or `PlainText`."""
+    """The type of its answer, or of one line if `media_type` is that of lines."""
     streams: Any = None
     """The type of one event or line of a stream, if the route can stream."""
-    query: str = ""
-    """Names of optional query parameters, separated by spaces."""
+    query: Sequence[str | Parameter[Any]] = ()
+    """Optional query parameters. Those of which only a name is given may be any text."""
     more_statuses: Mapping[int, str] = field(default_factory=dict)
     """Meanings of further statuses. Those below 300 have the same type of answer."""
     when: When | None = None
     """The condition for this route, if another API has the same path."""
+    media_type: str = JSON
+    """The media type of its answer."""
+    form: Any = None
+    """The type of its body, if that is a form (multipart/form-data). `answer` reads it."""
 
     @property
     def body_types(self) -> Sequence[Any]:

@@ -15,14 +15,15 @@ from typing import Any, Literal, get_type_hints
 from pydantic import TypeAdapter
 
 import penstock
-from penstock.serve.api import Api, PlainText, Route
+from penstock.serve.api import JSON, Api, Route
 from penstock.serve.errors import openai_words
+from penstock.serve.paging import Parameter
 
 TITLE = "Penstock"
 DESCRIPTION = "An OpenAI-compatible server for language models and encoders."
 _PATH_PARAMETER = re.compile(r"\{(\w+)(?::\w+)?\}")
 _REF = "#/components/schemas/"
-_JSON, _EVENTS = "application/json", "text/event-stream"
+_FORM, _EVENTS = "multipart/form-data", "text/event-stream"
 _Schema = dict[str, Any]
 
 
@@ -62,7 +63,7 @@ class _Schemas:
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         routes = [pair for operation in operations for pair in operation.routes]
-        bodies = {kind for _, route in routes for kind in route.body_types}
+        bodies = {kind for _, route in routes for kind in (*route.body_types, route.form)}
         answers = {kind for _, route in routes for kind in (route.returns, route.streams)} | {
             _error_type(words) for words in {openai_words, *(api.wording.words for api, _ in routes)}
         }
@@ -110,15 +111,22 @@ def _describe(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in _PATH_PARAMETER.findall(operation.path)
     ]
-    query = dict.fromkeys([name for route in reversed(routes) for name in route.query.split()])
-    parameters += [{"name": name, "in": "query", "required": False, "schema": {"type": "string"}} for name in query]
+    queries = [_describe_query(one) for route in reversed(routes) for one in route.query]
+    parameters += {one["name"]: one for one in queries}.values()
     if parameters:
         described["parameters"] = parameters
     if base.body is not None:
         bodies = [kind for route in reversed(routes) for kind in route.body_types]
-        described["requestBody"] = {"content": {_JSON: {"schema": schemas.of(*bodies)}}, "required": True}
+        described["requestBody"] = {"content": {JSON: {"schema": schemas.of(*bodies)}}, "required": True}
+    elif base.form is not None:
+        described["requestBody"] = {"content": {_FORM: {"schema": schemas.of(base.form)}}, "required": True}
     described["responses"] = _responses(operation, schemas)
     return described
+
+
+def _describe_query(one: str | Parameter[Any]) -> dict[str, Any]:
+    name, schema = (one, {"type": "string"}) if isinstance(one, str) else (one.name, one.schema())
+    return {"name": name, "in": "query", "required": False, "schema": schema}
 
 
 def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
@@ -126,7 +134,7 @@ def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
     content = {media_type: {"schema": schema} for media_type, schema in _answers(operation, schemas).items()}
     responses: dict[str, Any] = {"200": {"description": "The answer", "content": content}}
     statuses = dict(_ANY_STATUSES)
-    if routes[-1].body is not None:
+    if routes[-1].body is not None or routes[-1].form is not None:
         statuses |= _BODY_STATUSES
     if operation.method != "GET":
         statuses |= _WRITE_STATUSES
@@ -139,7 +147,7 @@ def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
         for api, route in operation.routes
         if route.when is not None or api.wording.owns(operation.path)
     ]
-    error = {_JSON: {"schema": schemas.of(*errors, _error_type(openai_words))}}
+    error = {JSON: {"schema": schemas.of(*errors, _error_type(openai_words))}}
     for status, description in sorted(statuses.items()):
         responses[str(status)] = {"description": description, "content": content if status < 300 else error}
         if status in _WITH_RETRY_AFTER:
@@ -149,11 +157,11 @@ def _responses(operation: Operation, schemas: _Schemas) -> dict[str, Any]:
 
 def _answers(operation: Operation, schemas: _Schemas) -> dict[str, _Schema]:
     """Return the schemas of the answer by media type. A stream has the schema of one event or line."""
-    plain = [route.returns for _, route in operation.routes if route.returns is PlainText]
-    whole = [route.returns for _, route in reversed(operation.routes) if route.returns not in (None, PlainText)]
-    answers = {"text/plain": schemas.of(PlainText)} if plain else {}
-    if whole:
-        answers[_JSON] = schemas.of(*whole)
+    kinds: dict[str, list[Any]] = {}
+    for _, route in reversed(operation.routes):
+        if route.returns is not None:
+            kinds.setdefault(route.media_type, []).append(route.returns)
+    answers = {media_type: schemas.of(*some) for media_type, some in kinds.items()}
     for api, route in operation.routes:
         if route.streams is None:
             continue
@@ -161,7 +169,7 @@ def _answers(operation: Operation, schemas: _Schemas) -> dict[str, _Schema]:
         if api.stream_type != _EVENTS:
             answers[api.stream_type] = of_line
             continue
-        data: _Schema = {"type": "string", "contentMediaType": _JSON, "contentSchema": of_line}
+        data: _Schema = {"type": "string", "contentMediaType": JSON, "contentSchema": of_line}
         ends: list[_Schema] = [{"type": "string", "enum": [api.stream_end]}] if api.stream_end else []
         event = {"event": {"type": "string"}, "data": {"anyOf": [data, *ends]} if ends else data}
         answers[_EVENTS] = {"type": "object", "properties": event, "required": ["data"]}
@@ -188,6 +196,8 @@ _BODY_STATUSES: Mapping[int, str] = MappingProxyType(
         415: "The body is compressed",
         429: "Too many requests are waiting",
         499: "The request was cancelled",
+        502: "An upstream failed",
+        504: "An upstream was silent",
     }
 )
 _WITH_RETRY_AFTER = frozenset({429, 503})

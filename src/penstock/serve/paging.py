@@ -1,17 +1,18 @@
-"""Query parameters of lists that come in pages, and such a page in OpenAI's form."""
+"""Query parameters, and a page of a list in OpenAI's form."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from typing import Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
+from pydantic import Field, TypeAdapter, ValidationError
 from starlette.requests import Request as HttpRequest
 from typing_extensions import TypedDict
 
 from penstock.serve.errors import invalid
 
 _Listed = TypeVar("_Listed", bound=Mapping[str, Any])
+_Value = TypeVar("_Value")
 
 
 class Page(TypedDict, Generic[_Listed]):
@@ -22,25 +23,36 @@ class Page(TypedDict, Generic[_Listed]):
     has_more: bool
 
 
-def read_count(http: HttpRequest, name: str, default: int, low: int, high: int) -> int:
-    """Return the query parameter `name`, a number from `low` to `high`, or the default without it. Raises 400."""
-    text = http.query_params.get(name, str(default))
-    if not re.fullmatch("[0-9]{1,9}", text) or not low <= int(text) <= high:
-        raise invalid(f"'{name}' must be an integer from {low} to {high}.", name)
-    return int(text)
+class Parameter(Generic[_Value]):
+    """An optional query parameter. Requests are read, and the OpenAPI document is written, by the same type."""
+
+    def __init__(self, name: str, kind: Any, default: _Value, wanted: str) -> None:
+        """`wanted`: what a value must be, in the words of the error."""
+        self.name, self._default, self._wanted = name, default, wanted
+        self._adapter: TypeAdapter[_Value] = TypeAdapter(kind)
+
+    def schema(self) -> dict[str, Any]:
+        return self._adapter.json_schema() | {"default": self._default}
+
+    def read(self, http: HttpRequest) -> _Value:
+        """Return the value, or the default without one. Raises 400."""
+        text = http.query_params.get(self.name)
+        if text is None:
+            return self._default
+        try:
+            return self._adapter.validate_strings(text)
+        except ValidationError:
+            raise invalid(f"'{self.name}' must be {self._wanted}.", self.name) from None
 
 
-def page_of(http: HttpRequest, default: int, most: int) -> tuple[int, str | None]:
-    """Return the length of a page, and the id before it. Raises 400."""
-    return read_count(http, "limit", default, 1, most), http.query_params.get("after")
+def count(name: str, default: int, low: int, high: int) -> Parameter[int]:
+    """Return a parameter that is a number from `low` to `high`."""
+    return Parameter(name, Annotated[int, Field(ge=low, le=high)], default, f"an integer from {low} to {high}")
 
 
-def is_ascending(http: HttpRequest) -> bool:
-    """Return whether `order` is `asc`. The default is `desc`. Raises 400."""
-    order = http.query_params.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise invalid("'order' must be 'asc' or 'desc'.", "order")
-    return order == "asc"
+LIMIT = count("limit", 20, 1, 100)
+"""Most items of a page."""
+ORDER = Parameter("order", Literal["asc", "desc"], "desc", "'asc' or 'desc'")
 
 
 def listed(data: list[_Listed], limit: int) -> Page[_Listed]:

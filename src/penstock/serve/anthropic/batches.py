@@ -16,22 +16,23 @@ from typing_extensions import TypedDict
 from penstock import fast_json
 from penstock.jobs.lines import NOT_IN_A_BATCH
 from penstock.jobs.store import INTERNAL, Batch, File, Store, new_id
-from penstock.serve.api import Parts, PlainText, Route
+from penstock.serve.anthropic.endpoints import LIMIT
+from penstock.serve.api import Parts, Route
 from penstock.serve.bodies import Body, parse_body
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.jobs.batches import batch_not_found, find_batch
 from penstock.serve.jobs.files import unless_disk_fails
 from penstock.serve.jobs.runner import CANCELLED, EXPIRED, BatchRunner
-from penstock.serve.paging import read_count
-from penstock.serve.shapes import utc
+from penstock.serve.shapes import Object, utc
 from penstock.serve.terms import read_owner, repeated_name
 from penstock.types.request import Owner
 
 KIND, URL = "anthropic", "/v1/messages"
 WINDOW_S, KEPT_S = 24 * 3600, 29 * 24 * 3600
 """As at Anthropic: a batch has a day, and its results are kept for 29."""
-MAX_REQUESTS, MAX_PAGE = (fast_json.MAX_CONTAINERS - 2) // 4, 1000
+MAX_REQUESTS = (fast_json.MAX_CONTAINERS - 2) // 4
 """Each request has at least four of the objects and lists that a body may have, which has two itself."""
+RESULTS_TYPE = "application/x-jsonl"
 _WRITTEN_AT_ONCE = 1 << 16
 
 
@@ -77,13 +78,32 @@ class MessageBatchDeleted(TypedDict):
     type: Literal["message_batch_deleted"]
 
 
+class MessageBatchResult(TypedDict):
+    """A line of a batch's results."""
+
+    custom_id: str
+    result: Object
+
+
 def batch_routes(parts: Parts, batches: BatchRunner) -> Sequence[Route]:
-    made, one, page = MessageBatches(parts, batches), f"{URL}/batches/{{batch_id}}", "limit before_id after_id"
+    made, one = MessageBatches(parts, batches), f"{URL}/batches/{{batch_id}}"
     routes = [
         Route(f"POST {URL}/batches", "Begin a batch of messages", made.create, MessageBatchBody, MessageBatch),
-        Route(f"GET {URL}/batches", "List batches of messages", made.list, returns=MessageBatchList, query=page),
+        Route(
+            f"GET {URL}/batches",
+            "List batches of messages",
+            made.list,
+            returns=MessageBatchList,
+            query=[LIMIT, "before_id", "after_id"],
+        ),
         Route(f"GET {one}", "Get a batch of messages", made.get, returns=MessageBatch),
-        Route(f"GET {one}/results", "Read the results of a batch of messages", made.results, returns=PlainText),
+        Route(
+            f"GET {one}/results",
+            "Read the results of a batch of messages",
+            made.results,
+            returns=MessageBatchResult,
+            media_type=RESULTS_TYPE,
+        ),
         Route(f"POST {one}/cancel", "Cancel a batch of messages", made.cancel, returns=MessageBatch),
         Route(f"DELETE {one}", "Delete a batch of messages", made.delete, returns=MessageBatchDeleted),
     ]
@@ -140,7 +160,7 @@ class MessageBatches:
     async def list(self, http: HttpRequest) -> MessageBatchList:
         """List the batches, the newest first."""
         query = http.query_params
-        limit = read_count(http, "limit", 20, 1, MAX_PAGE)
+        limit = LIMIT.read(http)
         if "after_id" in query and "before_id" in query:
             raise invalid("Give one of 'after_id' and 'before_id'.", "before_id")
         store, owner = self._batches.store, read_owner(http.scope)
@@ -190,7 +210,7 @@ class MessageBatches:
             await self._batches.on_disk(lambda: [path.stat() for path in paths])
         except FileNotFoundError:
             raise ApiError(404, "The results were deleted.", code="not_found") from None
-        return StreamingResponse(_results(paths), media_type="application/x-jsonl")
+        return StreamingResponse(_results(paths), media_type=RESULTS_TYPE)
 
     def _as_json(self, batch: Batch) -> MessageBatch:
         batch = self._batches.current(batch)

@@ -17,11 +17,11 @@ from penstock.serve.anthropic.write import AnthropicCount, AnthropicModel, Anthr
 from penstock.serve.api import Parts
 from penstock.serve.cards import Listed, ModelCard, ModelsEndpoint
 from penstock.serve.errors import invalid, shorten
-from penstock.serve.paging import read_count
+from penstock.serve.paging import count
 from penstock.serve.shapes import utc
 
-DEFAULT_PAGE, MAX_PAGE = 20, 1000
-"""Default and largest number of models in one answer, as in Anthropic's API."""
+LIMIT = count("limit", 20, 1, 1000)
+"""Most items of a page, as in Anthropic's API."""
 
 
 class AnthropicEndpoint:
@@ -63,7 +63,7 @@ def _card(card: ModelCard) -> AnthropicModel:
 
 def _page(listed: Sequence[Listed], http: HttpRequest) -> AnthropicModelList:
     ids, query = [one.name for one in listed], http.query_params
-    limit = read_count(http, "limit", DEFAULT_PAGE, 1, MAX_PAGE)
+    limit = LIMIT.read(http)
     first, last = 0, len(ids)
     if "after_id" in query:
         first = _place(query["after_id"], ids, "after_id") + 1

@@ -32,7 +32,7 @@ def _routes(parts: Parts) -> Sequence[Route]:
             "List models",
             endpoint.list,
             returns=AnthropicModelList,
-            query="limit after_id before_id",
+            query=["limit", "after_id", "before_id"],  # of any form: OpenAI's list ignores them
             when=has_header(_VERSION),
         ),
         Route("GET /v1/models/{model_id:path}", "Get a model", endpoint.get, returns=AnthropicModel, when=has_header(_VERSION)),

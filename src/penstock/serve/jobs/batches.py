@@ -16,7 +16,7 @@ from penstock.serve.bodies import Body, Metadata
 from penstock.serve.errors import NO_RETRY, ApiError, invalid, shorten
 from penstock.serve.jobs.files import read_expiry
 from penstock.serve.jobs.runner import BatchRunner
-from penstock.serve.paging import Page, listed, page_of
+from penstock.serve.paging import LIMIT, Page, listed
 from penstock.serve.shapes import ResponseUsage, response_usage
 from penstock.serve.terms import is_local_only, read_owner, repeated_name
 
@@ -119,7 +119,7 @@ class BatchesEndpoint:
 
     async def list(self, http: HttpRequest) -> BatchList:
         """List the batches, the newest first."""
-        limit, after = page_of(http, 20, 100)
+        limit, after = LIMIT.read(http), http.query_params.get("after")
         store, owner = self._batches.store, read_owner(http.scope)
 
         def read() -> Sequence[Batch]:

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NotRequired
 
+from pydantic import Field
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
@@ -23,7 +24,7 @@ from penstock.serve.errors import NO_RETRY, ApiError, invalid, no_room, overload
 from penstock.serve.http.checks import headers_of
 from penstock.serve.jobs.form import FILE, Form
 from penstock.serve.jobs.runner import BatchRunner
-from penstock.serve.paging import Page, is_ascending, listed, page_of
+from penstock.serve.paging import ORDER, Page, count, listed
 from penstock.serve.terms import read_owner
 
 _log = logging.getLogger(__name__)
@@ -31,8 +32,19 @@ _log = logging.getLogger(__name__)
 WRITTEN_AT_ONCE = 1 << 16
 MIN_EXPIRES_S, MAX_EXPIRES_S = 3600, 2592000
 """OpenAI's own limits: an hour and 30 days."""
-MAX_PAGE = 10_000
-_KNOWN = {"purpose", FILE, "expires_after[anchor]", "expires_after[seconds]"}
+FILES_LIMIT = count("limit", 10_000, 1, 10_000)
+CONTENT_TYPE = "application/octet-stream"
+
+
+UploadForm = TypedDict(
+    "UploadForm",
+    {
+        "file": bytes,
+        "purpose": Literal["batch"],
+        "expires_after[anchor]": NotRequired[Literal["created_at"]],
+        "expires_after[seconds]": NotRequired[Annotated[int, Field(ge=MIN_EXPIRES_S, le=MAX_EXPIRES_S)]],
+    },
+)
 
 
 class FileObject(TypedDict):
@@ -122,8 +134,8 @@ class FilesEndpoint:
 
     async def list(self, http: HttpRequest) -> FileList:
         """List the files, the newest first."""
-        limit, after = page_of(http, MAX_PAGE, MAX_PAGE)
-        purpose, ascending = http.query_params.get("purpose"), is_ascending(http)
+        limit, after = FILES_LIMIT.read(http), http.query_params.get("after")
+        purpose, ascending = http.query_params.get("purpose"), ORDER.read(http) == "asc"
         store, owner = self._batches.store, read_owner(http.scope)
 
         def read() -> Sequence[File]:
@@ -146,8 +158,7 @@ class FilesEndpoint:
             found = await batches.on_disk(Path.stat, path)
         except FileNotFoundError:  # it was just deleted
             raise _not_found(file.id) from None
-        headers = {"Content-Length": str(found.st_size)}
-        return StreamingResponse(_pieces(path), headers=headers, media_type="application/octet-stream")
+        return StreamingResponse(_pieces(path), headers={"Content-Length": str(found.st_size)}, media_type=CONTENT_TYPE)
 
     async def delete(self, http: HttpRequest) -> FileDeleted:
         """Delete a file."""
@@ -169,7 +180,7 @@ class FilesEndpoint:
 
 def _check_fields(fields: Mapping[str, str]) -> int | None:
     """Return the seconds after which the file expires, if it does. Raises 400."""
-    if unknown := fields.keys() - _KNOWN:
+    if unknown := fields.keys() - UploadForm.__annotations__.keys():
         raise invalid(f"Unknown parameter: {shorten(min(unknown))!r}.", shorten(min(unknown)))
     if fields.get("purpose") != UPLOAD:
         raise invalid(f"'purpose' must be '{UPLOAD}': other files have no use here.", "purpose")

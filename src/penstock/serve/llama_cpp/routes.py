@@ -40,8 +40,8 @@ def _routes(parts: Parts, read_chat: ReadChat, chat_body: type[Body]) -> Sequenc
         Route("POST /tokenize", "Tokenize", llama.tokenize, LlamaTokenizeBody, LlamaTokens, when=with_content),
         texts("POST /embedding", "Embed", LlamaEmbeddingBody, embedding, embeddings),
         texts("POST /embeddings", "Embed", LlamaEmbeddingBody, embedding, embeddings, when=with_content),
-        Route("GET /props", "What a model is", status.props, returns=LlamaProps, query="model"),
-        Route("GET /slots", "What runs", status.slots, returns=list[LlamaSlot], query="model fail_on_no_slot"),
+        Route("GET /props", "What a model is", status.props, returns=LlamaProps, query=["model"]),
+        Route("GET /slots", "What runs", status.slots, returns=list[LlamaSlot], query=["model", "fail_on_no_slot"]),
     ]
 
 

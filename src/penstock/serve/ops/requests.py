@@ -14,7 +14,7 @@ from penstock.obs.explain.explanation import END_WORDS, ExplainedPause, Explanat
 from penstock.obs.explain.lives import Gap
 from penstock.serve.answering import answer_in_thread
 from penstock.serve.errors import ApiError, shorten
-from penstock.serve.paging import read_count
+from penstock.serve.paging import count
 from penstock.serve.shapes import Count
 from penstock.serve.terms import read_owner
 
@@ -116,6 +116,9 @@ RequestList = TypedDict("RequestList", {"object": Literal["list"], "tenant": str
 RequestCancelled = TypedDict("RequestCancelled", {"id": str, "object": Literal["request"], "cancelled": bool})
 
 
+ENDED = count("ended", 0, 0, 100)
+
+
 class RequestsEndpoint:
     def __init__(self, in_flight: InFlight) -> None:
         self._in_flight = in_flight
@@ -123,7 +126,7 @@ class RequestsEndpoint:
     async def list(self, http: HttpRequest) -> Response:
         """List the caller's unfinished requests, oldest first, then its last `ended` requests, latest first."""
         owner = read_owner(http.scope)
-        max_ended = read_count(http, "ended", 0, 0, 100)
+        max_ended = ENDED.read(http)
         tell, tell_ended = self._in_flight.explain_running(owner), self._in_flight.explain_ended(owner, max_ended)
 
         def make() -> RequestList:

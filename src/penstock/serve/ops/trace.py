@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from contextlib import suppress
+from typing import Annotated
 
+from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -15,9 +16,12 @@ from penstock.obs.perfetto import document
 from penstock.serve.asking import find_for_admin
 from penstock.serve.errors import ApiError, invalid
 from penstock.serve.http.checks import require_admin, unless_gone
+from penstock.serve.paging import Parameter
 
-MAX_SECONDS = 60.0
-_DEFAULT_SECONDS = 5.0
+MAX_SECONDS = 60
+SECONDS = Parameter(
+    "seconds", Annotated[float, Field(gt=0, le=MAX_SECONDS)], 5.0, f"a number above 0 and at most {MAX_SECONDS}"
+)
 
 
 class TraceEndpoint:
@@ -36,7 +40,7 @@ class TraceEndpoint:
         Only one trace is recorded at a time.
         """
         require_admin(http.scope)
-        seconds = _seconds(http.query_params.get("seconds"))
+        seconds = SECONDS.read(http)
         running = find_for_admin(http.query_params.get("model"), self._deployment).answerer()
         journal = running.journal
         if not isinstance(journal, Journal):
@@ -53,13 +57,3 @@ class TraceEndpoint:
             self._is_busy = False
         headers = {"X-Trace-Cut": "true"} if window.is_cut else None
         return Response(data, media_type="application/json", headers=headers)
-
-
-def _seconds(text: str | None) -> float:
-    try:
-        seconds = _DEFAULT_SECONDS if text is None else float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds <= MAX_SECONDS:
-        raise invalid(f"'seconds' must be a number above 0 and at most {MAX_SECONDS:g}.", "seconds")
-    return seconds

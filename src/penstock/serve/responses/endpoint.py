@@ -26,7 +26,7 @@ from penstock.serve.course import Course, course_of
 from penstock.serve.errors import ApiError, cancelled, internal, invalid, unavailable
 from penstock.serve.http.checks import add_header, identity_of
 from penstock.serve.http.entries import entry_of
-from penstock.serve.paging import is_ascending, page_of
+from penstock.serve.paging import LIMIT, ORDER
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.kept import Kept, Key, as_json
 from penstock.serve.responses.read import Draft, read, references
@@ -263,9 +263,9 @@ class ResponsesEndpoint:
 
     async def input_items(self, http: HttpRequest) -> dict[str, Any]:
         """List the items of a response's own `input`, last first."""
-        kept, (limit, after) = await self._find(http), page_of(http, 20, 100)
+        kept, limit, after = await self._find(http), LIMIT.read(http), http.query_params.get("after")
         items = kept.items[: kept.num_asked]
-        if not is_ascending(http):
+        if ORDER.read(http) == "desc":
             items = items[::-1]
         if after is not None:
             places = [place for place, item in enumerate(items) if has_id(item, after)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from penstock.serve.api import Api, Parts, Refused, Route
+from penstock.serve.paging import LIMIT, ORDER
 from penstock.serve.responses.answers import Response, ResponseEvent, ResponseForgotten, ResponseItems
 from penstock.serve.responses.endpoint import ResponsesEndpoint
 from penstock.serve.responses.read import NO_COMPACTION
@@ -41,7 +42,11 @@ def _routes(parts: Parts) -> Sequence[Route]:
         Route(f"DELETE {one}", "Forget a response", responses.delete, returns=ResponseForgotten),
         Route(f"POST {one}/cancel", "Cancel a response", responses.cancel, returns=Response),
         Route(
-            f"GET {one}/input_items", "List a question", responses.input_items, returns=ResponseItems, query="after limit order"
+            f"GET {one}/input_items",
+            "List a question",
+            responses.input_items,
+            returns=ResponseItems,
+            query=["after", LIMIT, ORDER],
         ),
     ]
 
