@@ -36,7 +36,7 @@ def _routes(parts: Parts) -> Sequence[Route]:
             trace.trace,
             returns=Object,
             query=["model", SECONDS],
-            more_statuses={409: "Another trace is being taken"},
+            more_statuses={403: "The key is not an admin's", 409: "Another trace is being taken"},
         ),
         Route("GET /version", "Version", status.version, returns=Version),
         Route("GET /metrics", "Metrics", status.metrics, returns=str, media_type="text/plain"),
