@@ -103,6 +103,8 @@ def test_lines_end_as_they_like(tmp_path, end):
         (b"{}", "invalid_request", "custom_id"),
         (line(custom_id=3), "invalid_request", "custom_id"),
         (line(priority=9), "invalid_request", "unknown field `priority`"),
+        (line(more=None, priority=9), "invalid_request", "unknown field `priority`"),
+        (line(3, more=None), "invalid_request", "custom_id"),
         (line(""), "invalid_custom_id", "1 to 512"),
         (line("x" * 513), "invalid_custom_id", "1 to 512"),
         (line(method="GET"), "invalid_method", "POST"),
@@ -124,8 +126,12 @@ def test_an_error_names_its_line_and_the_cause(tmp_path, bad, code, words):
 
 
 def test_what_is_allowed(tmp_path):
-    text = [line("x" * 512), line("\U0001f600"), line("s", body={"stream": False}), line(" "), line(body={})]
+    text = [line("x" * 512), line("\U0001f600"), line("s", body={"stream": False}), line(" "), line(body={}, more=None)]
     assert prepared(tmp_path, b"\n".join(text)) == 5
+
+
+def test_a_line_that_an_earlier_release_accepted_is_still_read():
+    assert read_line(line("a", priority=9)).custom_id == "a"
 
 
 def test_a_line_has_at_most_as_many_elements_as_a_request(tmp_path):

@@ -62,8 +62,8 @@ _Row = tuple[int, bytes, bytes, int, int]
 """Number, digest of the `custom_id`, key, start and size of a line."""
 
 
-class Request(msgspec.Struct, forbid_unknown_fields=True):
-    """One line of a file."""
+class Request(msgspec.Struct):
+    """One line of a file. Other fields are refused when a batch begins: earlier releases accepted them."""
 
     custom_id: str
     method: str
@@ -71,7 +71,13 @@ class Request(msgspec.Struct, forbid_unknown_fields=True):
     body: msgspec.Raw
 
 
+class _OnlyRequest(Request, forbid_unknown_fields=True):
+    pass
+
+
 read_line = msgspec.json.Decoder(Request).decode
+_read_only_request = msgspec.json.Decoder(_OnlyRequest).decode
+_read_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 
 
 class BadLines(Exception):
@@ -183,7 +189,7 @@ def _checked(source: Path, urls: Collection[str], max_line_bytes: int, is_stoppe
 def _row(line: bytes, urls: Collection[str], number: int) -> tuple[str, bytes] | dict[str, Any]:
     """Return a line's `custom_id` and its key, or what is wrong with it."""
     try:
-        request = read_line(line)
+        request = _read_checked(line)
         data = bytes(request.body)
         if excess := fast_json.excess(data):
             return _error(number, "invalid_request", f"'body' has {excess}.", "body")
@@ -211,6 +217,16 @@ def _row(line: bytes, urls: Collection[str], number: int) -> tuple[str, bytes] |
         if body.get(name):
             return _error(number, "invalid_request", f"'{name}' can't be used in a batch.", f"body.{name}")
     return request.custom_id, prefix_key(request.url, body)
+
+
+def _read_checked(line: bytes) -> Request:
+    """Return the request of a line. Raises msgspec.DecodeError, also for an unknown field unless it is null."""
+    with suppress(msgspec.ValidationError):
+        return _read_only_request(line)
+    for name, value in _read_fields(line).items():
+        if name not in Request.__struct_fields__ and bytes(value) != b"null":
+            raise msgspec.ValidationError(f"Object contains unknown field `{name[:80]}`")
+    return read_line(line)
 
 
 def _error(number: int | None, code: str, message: str, param: str | None = None) -> dict[str, Any]:
