@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from starlette.requests import Request as HttpRequest
 from typing_extensions import TypedDict
 
@@ -47,7 +47,8 @@ class Parameter(Generic[_Value]):
 
 def count(name: str, default: int, low: int, high: int) -> Parameter[int]:
     """Return a parameter that is a number from `low` to `high`."""
-    return Parameter(name, Annotated[int, Field(ge=low, le=high)], default, f"an integer from {low} to {high}")
+    digits = BeforeValidator(lambda text: text if text.isdecimal() else None)  # pydantic also takes `1_0` and ` 1.0`
+    return Parameter(name, Annotated[int, Field(ge=low, le=high), digits], default, f"an integer from {low} to {high}")
 
 
 LIMIT = count("limit", 20, 1, 100)
