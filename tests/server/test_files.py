@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import json
+import os
 import socket
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from starlette.responses import StreamingResponse
 
 from penstock.jobs import store
 from penstock.serve.errors import ApiError
@@ -77,7 +79,7 @@ def test_files_are_listed_by_pages_in_both_orders_and_by_purpose(client):
     assert ([file.id for file in page.data], page.has_more) == ([made[2].id, made[1].id], True)
     assert client.files.list(purpose="batch_output").data == []
     assert len(client.files.list(purpose="batch").data) == 5
-    for wrong in ({"limit": 0}, {"limit": 10_001}, {"order": "up"}, {"limit": "x"}):
+    for wrong in ({"order": "up"}, *({"limit": limit} for limit in (0, 10_001, "x", "1.0", "1_0", " 5"))):
         with pytest.raises(openai.BadRequestError):
             client.files.list(**wrong)
     with pytest.raises(openai.NotFoundError):
@@ -299,8 +301,26 @@ def test_a_content_is_returned_whole_whatever_range_is_asked_for(client, jobs, w
     file = client.files.create(file=("a", b"hello"), purpose="batch")
     answer = httpx.get(f"{jobs.url}{FILES}/{file.id}/content", headers={"Range": wanted})
     assert (answer.status_code, answer.content, answer.headers["content-length"]) == (200, b"hello", "5")
-    head = httpx.head(f"{jobs.url}{FILES}/{file.id}/content")
-    assert (head.content, head.headers["content-length"]) == (b"", "5")
+
+
+def test_the_size_of_a_content_is_told_without_reading_it(client, jobs):
+    file = client.files.create(file=("a", b"hello"), purpose="batch")
+    os.truncate(Path(jobs.config.jobs_dir) / "files" / file.id, 1 << 40)
+    with httpx.Client(base_url=jobs.url, timeout=5) as http:
+        head = http.head(f"{FILES}/{file.id}/content")
+        assert (head.content, head.headers["content-length"]) == (b"", str(1 << 40))
+        assert http.get(f"{FILES}/{file.id}").status_code == 200  # on the same connection
+
+
+def test_a_file_that_is_deleted_while_it_is_read_is_returned_whole(client, jobs, monkeypatch):
+    file = client.files.create(file=("a", b"hello"), purpose="batch")
+
+    def deleting(*given, **fields):
+        (Path(jobs.config.jobs_dir) / "files" / file.id).unlink()
+        return StreamingResponse(*given, **fields)
+
+    monkeypatch.setattr(module, "StreamingResponse", deleting)
+    assert client.files.content(file.id).content == b"hello"
 
 
 @pytest.mark.parametrize(

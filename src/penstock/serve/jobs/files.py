@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
+from io import FileIO
 from typing import Annotated, Any, Literal, NotRequired
 
 from pydantic import Field
@@ -153,12 +154,14 @@ class FilesEndpoint:
     async def content(self, http: HttpRequest) -> Response:
         """Return the content of a file."""
         file, batches = await self._find(http), self._batches
-        path = batches.store.content(file.id)
         try:
-            found = await batches.on_disk(Path.stat, path)
+            content = await batches.on_disk(FileIO, batches.store.content(file.id))
         except FileNotFoundError:  # it was just deleted
             raise _not_found(file.id) from None
-        return StreamingResponse(_pieces(path), headers={"Content-Length": str(found.st_size)}, media_type=CONTENT_TYPE)
+        size = content.seek(0, os.SEEK_END)
+        if http.method != "HEAD":
+            content.seek(0)
+        return StreamingResponse(_pieces(content), headers={"Content-Length": str(size)}, media_type=CONTENT_TYPE)
 
     async def delete(self, http: HttpRequest) -> FileDeleted:
         """Delete a file."""
@@ -187,8 +190,8 @@ def _check_fields(fields: Mapping[str, str]) -> int | None:
     return read_expiry(fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]"))
 
 
-def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
+def _pieces(file: FileIO) -> Iterator[bytes]:
+    with file:
         while piece := file.read(WRITTEN_AT_ONCE):
             yield piece
 
