@@ -133,6 +133,7 @@ def test_a_part_of_another_run_is_not_mixed_in(embed: Embed, tmp_path: Path, abo
         (("empty.txt",), "has no text"),
         (("gap.txt",), r"gap\.txt:2 is blank"),
         (("bytes.txt",), r"bytes\.txt:1 is not UTF-8"),
+        (("half.jsonl",), r"half\.jsonl:2 has half of a surrogate pair"),
     ],
 )
 def test_what_can_not_be_embedded_is_named(embed: Embed, tmp_path: Path, arguments: tuple[str, ...], complaint: str) -> None:
@@ -140,6 +141,7 @@ def test_what_can_not_be_embedded_is_named(embed: Embed, tmp_path: Path, argumen
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "gap.txt").write_text("one\n \ntwo\n")
     (tmp_path / "bytes.txt").write_bytes(b"\xff\n")
+    (tmp_path / "half.jsonl").write_text('{"text": "one", "number": NaN}\n{"text": "a \\ud83d"}\n')
     result = embed(*arguments)
     with pytest.raises(PenstockError, match=complaint):
         raise result.exception or AssertionError(result.output)

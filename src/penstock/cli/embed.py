@@ -264,4 +264,9 @@ def _texts(file: Path, field: str) -> Generator[str]:
             text = value.get(field) if isinstance(value, dict) else None
             if not isinstance(text, str) or not text:
                 raise PenstockError(f"{file}:{number} has no text in {field!r}.", remedy="Name the key with --field.")
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                remedy = "Write the whole character, or remove it."
+                raise PenstockError(f"{file}:{number} has half of a surrogate pair.", remedy=remedy) from None
             yield text
