@@ -112,6 +112,26 @@ def test_a_tokenizer_json_of_wordpiece_spells_words(tmp_path):
     assert tokenizer.decode(ids) == "unaffable the"
 
 
+@pytest.mark.parametrize(
+    ("config", "ids"),
+    [
+        ({}, [7, 7, 10, 7, 7]),
+        ({"do_lower_case": False}, [7, 1, 10, 7, 7]),
+        ({"strip_accents": False}, [7, 7, 10, 7, 1]),
+        ({"do_lower_case": False, "strip_accents": None}, [7, 1, 10, 7, 1]),
+        ({"tokenize_chinese_chars": False}, [7, 7, 1, 7]),
+        ({"do_lower_case": False, "tokenizer_class": "PreTrainedTokenizerFast"}, [7, 7, 10, 7, 7]),
+    ],
+)
+def test_a_bert_tokenizers_case_accents_and_ideographs_are_those_of_its_configuration(tmp_path, config, ids):
+    encoder = build_backend(wordpiece()).encoder
+    encoder.decoder = decoders.WordPiece()
+    (tmp_path / "tokenizer.json").write_text(encoder.to_str(), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 10**30} | config))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert tokenizer.encode("the The \u4eacthe th\u00e9", add_special_tokens=False) == ids
+
+
 @pytest.mark.parametrize("vocab", [wordpiece(unknown_token_id=None), replace(VOCAB, unknown_token_id=None)])
 def test_without_an_unknown_token_they_are_refused(vocab):
     with pytest.raises(ModelError, match="names no unknown token"):

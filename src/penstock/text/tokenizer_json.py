@@ -25,6 +25,14 @@ MAX_PARTS = 64
 MAX_ENDS = 1024
 MAX_IDS = 1 << 24
 """No model has more. Each id takes 8 bytes in tables."""
+_BERT_KEYS = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+"""Keys of tokenizer_config.json -> attributes of the library's BertNormalizer."""
+_PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""transformers' classes that leave tokenizer.json as it is."""
 
 
 def load_backend(
@@ -83,6 +91,7 @@ def _read(path: Path) -> tuple[tokenizers.Tokenizer, Expansion | None]:
         expansion = _expansion(fast_json.loads(text), path)
         encoder = tokenizers.Tokenizer.from_str(text)
         _hasten(encoder)
+        _configure(encoder, path.with_name("tokenizer_config.json"))
         return encoder, expansion
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}.", remedy="Fetch it again.") from error
@@ -112,6 +121,19 @@ def _hasten(encoder: tokenizers.Tokenizer) -> None:
     if is_changed:
         splitter.__setstate__(json.dumps(state).encode())
         encoder.pre_tokenizer = splitter
+
+
+def _configure(encoder: tokenizers.Tokenizer, path: Path) -> None:
+    """Set a BERT normalizer by tokenizer_config.json, which replaces the settings of tokenizer.json in transformers, too."""
+    normalizer = encoder.normalizer
+    if not isinstance(normalizer, tokenizers.normalizers.BertNormalizer) or not path.is_file():
+        return
+    config = fast_json.loads(path.read_bytes())
+    if config.get("tokenizer_class") in _PLAIN_CLASSES:
+        return
+    for key in _BERT_KEYS.keys() & config.keys():
+        setattr(normalizer, _BERT_KEYS[key], config[key])
+    encoder.normalizer = normalizer
 
 
 def _expansion(file: dict[str, Any], path: Path) -> Expansion | None:
