@@ -166,7 +166,8 @@ class AsyncLLM(_Facts):
     ) -> list[EmbeddingRequestOutput]:
         """Return the embedding vectors of texts, in their order. The model must be an encoder that embeds.
 
-        Vectors have length 1, unless the model has a modules.json that lists no `Normalize`.
+        Vectors have length 1, unless the model has a modules.json that lists no `Normalize`, or its files cut vectors
+        (`truncate_dim`).
 
         - `prompt_name`: a prompt in the model's files to put before each text (`query`, `passage`). None: the files' default.
         - `dimensions`: cut vectors to this many values. Vectors of length 1 are scaled to length 1 again.
@@ -302,6 +303,8 @@ class AsyncLLM(_Facts):
 
         self._check_open()
         running, found = self._running, dict[str, bytes]()
+        encoder = running.model.encoder
+        assert encoder is not None, "callers have checked it"
         size = sum([sum(map(len, text)) if is_pair(text) else len(text) for text in texts])
         # Never refused, unlike `run`: the caller is this process itself.
         tokens = await running.off_loop.finish(size, partial(text_tokens, texts, keep, running))
@@ -321,7 +324,7 @@ class AsyncLLM(_Facts):
                         for chunk in chunks:
                             if chunk.finish_reason is not FinishReason.STOP:
                                 raise ended_early(chunk, "text", running)
-                            found[chunk.request_id] = chunk.states
+                            found[chunk.request_id] = encoder.kept(chunk.states)
                         count(len(chunks))
 
         with _progress(use_tqdm, len(texts), "Texts", " text") as count:

@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.llm import LLM
 from penstock.models.formats import held_bytes
 from penstock.models.hf import load_hf_directory, read_hf_spec
 from penstock.models.sentence import read_sentence_files
 from penstock.types.encoder import EncoderInfo, ScoreFunction, Task
-from penstock.types.errors import ModelError
+from penstock.types.errors import ModelError, PenstockError
 from penstock.types.model_spec import Dense
 from support.parity.encoder_cases import ENCODERS, write_encoder
 from support.tiny_models import write_safetensors
@@ -111,6 +112,26 @@ def test_no_path_leads_out_of_the_directory(tmp_path, folder):
         ({"2_Dense__config": {"out_features": 7, "activation_function": "torch.nn.Softmax"}}, "torch.nn.Softmax"),
         ({"sentence_bert_config": {"max_seq_length": 0}}, "max_seq_length is 0"),
         ({"sentence_bert_config": {"do_lower_case": True}}, "does not lower the case"),
+        ({"sentence_bert_config": {"query_length": 8}}, "query_length is 8"),
+        ({"sentence_bert_config": {"query_expansion": {"length": 32}}}, "query_expansion is"),
+        (
+            {"sentence_bert_config": {"processing_kwargs": {"text": {"max_length": 16}}}},
+            "processing_kwargs.text.max_length is 16",
+        ),
+        (
+            {"sentence_bert_config": {"processing_kwargs": {"common": {"add_special_tokens": False}}}},
+            "common.add_special_tokens",
+        ),
+        ({"sentence_bert_config": {"module_output_name": "sentence_embedding"}}, "module_output_name is 'sentence_embedding'"),
+        (
+            {"sentence_bert_config": {"modality_config": {"text": {"method_output_name": "pooler_output"}}}},
+            "method_output_name is 'pooler_output'",
+        ),
+        (
+            {"modules": [TRANSFORMER, SPLADE], "config_sentence_transformers": {"max_active_dims": 32}},
+            "max_active_dims is 32",
+        ),
+        ({"config_sentence_transformers": {"truncate_dim": 0}}, "truncate_dim is 0"),
         ({"modules": [TRANSFORMER, PYLATE], "config_sentence_transformers": {"document_length": 0}}, "document_length is 0"),
         ({"config_sentence_transformers": {"prompts": {"a": 1}}}, "a value that is not a text"),
         ({"config_sentence_transformers": {"default_prompt_name": "query"}}, "no such prompt"),
@@ -129,6 +150,25 @@ def test_what_is_not_computed_is_refused(tmp_path, files, cause):
     with pytest.raises(ModelError, match=cause) as refused:
         read_sentence_files(tmp_path)
     assert refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"transformer_task": "feature-extraction", "modality_config": {"text": {"method": "forward"}}},
+        {
+            "modality_config": {
+                "text": {"method": "forward", "method_output_name": "last_hidden_state"},
+                "message": {"format": "flat"},
+            }
+        },
+        {"module_output_name": "token_embeddings", "unpad_inputs": True, "query_length": None},
+        {"processing_kwargs": {"text": {"padding": True}, "chat_template": {"add_generation_prompt": True}}},
+    ],
+)
+def test_settings_of_the_first_module_that_change_no_vector_are_taken(tmp_path, config):
+    write(tmp_path, sentence_bert_config={"max_seq_length": 9, **config})
+    assert read_sentence_files(tmp_path).max_tokens == 9
 
 
 def test_pylate_has_a_normalised_vector_for_each_token_and_marks_of_queries_and_documents(tmp_path):
@@ -261,6 +301,22 @@ def test_the_longest_text_is_that_of_the_files_and_never_longer_than_the_positio
     assert load_hf_directory(embedder).encoder.max_tokens == 20
     write(embedder, sentence_bert_config={"max_seq_length": 500})
     assert load_hf_directory(embedder).encoder.max_tokens == 48
+
+
+def test_vectors_are_cut_as_the_files_say(embedder, classifier):
+    with LLM(embedder) as llm:
+        [whole] = llm.embed("a b")
+    write(embedder, modules=[TRANSFORMER, POOLING, NORMALIZE], **{"1_Pooling__config": {}})
+    write(embedder, config_sentence_transformers={"truncate_dim": 16, "max_active_dims": 3})
+    with LLM(embedder) as llm:
+        [cut], [shorter] = llm.embed("a b"), llm.embed("a b", dimensions=8)
+        with pytest.raises(PenstockError, match="1 to 16"):
+            llm.embed("a b", dimensions=17)
+    assert cut.outputs.embedding == whole.outputs.embedding[:16], "not scaled to length 1, as in sentence-transformers"
+    assert shorter.outputs.embedding == whole.outputs.embedding[:8]
+    for path, dim, width in ((embedder, 500, 72), (classifier, 2, 3)):
+        write(path, config_sentence_transformers={"truncate_dim": dim})
+        assert load_hf_directory(path).encoder.width == width
 
 
 def test_another_pooling_may_be_asked_for(embedder):

@@ -111,12 +111,16 @@ def encoder_info(spec: ModelSpec, scores: ScoreFunction, files: SentenceFiles) -
     ending = spec.ending
     if ending is None:
         return None
+    width = spec.result_width
+    if files.truncate_dim and ending.pooling not in ("each", "sparse") and not ending.labels:
+        width = min(width, files.truncate_dim)
+    is_normalised = ending.is_normalised and width == spec.result_width
     return EncoderInfo(
-        width=spec.result_width,
+        width=width,
         pooling=ending.pooling,
         max_tokens=min(files.max_tokens or spec.max_model_len, spec.max_model_len),
-        is_normalised=ending.is_normalised,
-        has_own_lengths=files.pooling is not None and not ending.is_normalised,
+        is_normalised=is_normalised,
+        has_own_lengths=files.pooling is not None and not is_normalised,
         labels=ending.labels,
         scores=scores,
         prompts=files.prompts,

@@ -38,6 +38,10 @@ _ACTIVATIONS: Mapping[str, Activation | None] = {
     "ReLU": "relu",
     "SiLU": "silu",
 }
+_HARMLESS = {"padding", "pad_to_multiple_of", "return_tensors"}
+"""Arguments of tokenizers that change no vector."""
+_OUTPUTS = ("forward", "last_hidden_state", "logits", "token_embeddings", "scores", "causal_logits")
+"""The method and outputs that the first module has by default, depending on its task."""
 _SCORES: Mapping[str, ScoreFunction] = {"Sigmoid": ScoreFunction.SIGMOID, "Identity": ScoreFunction.NONE}
 _PROBLEMS: Mapping[str, ScoreFunction] = {
     "regression": ScoreFunction.NONE,
@@ -54,6 +58,8 @@ class SentenceFiles:
     """Folder of weights -> layer after the pooling, in order."""
     is_normalised: bool = False
     max_tokens: int | None = None  # special ones included
+    truncate_dim: int | None = None
+    """Numbers that are kept of a text's vector, after all modules."""
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
     markers: tuple[str, ...] = ()
@@ -64,7 +70,10 @@ def read_sentence_files(path: Path) -> SentenceFiles:
     """Read sentence-transformers' settings. Raises ModelError for damaged files and unsupported settings."""
     max_tokens = _read_max_tokens(path)
     prompts, default_prompt = _read_prompts(path)
-    found = SentenceFiles(max_tokens=max_tokens, prompts=prompts, default_prompt=default_prompt)
+    saved = read_json(path / "config_sentence_transformers.json", is_optional=True)
+    found = SentenceFiles(
+        max_tokens=max_tokens, truncate_dim=_length(saved, "truncate_dim"), prompts=prompts, default_prompt=default_prompt
+    )
     file = path / "modules.json"
     if not file.is_file():
         return found
@@ -84,6 +93,7 @@ def read_sentence_files(path: Path) -> SentenceFiles:
         elif kind == "SpladePooling" and pooling is None:
             config = read_json(at / "config.json")
             config.only_all(pooling_strategy="max", activation_function="relu")
+            _refuse(saved, saved.values, "max_active_dims")
             pooling = "sparse"
         elif kind == "Dense" and pooling not in (None, "sparse") and (has_pylate or not is_normalised) and folder not in dense:
             dense[folder] = _read_dense(at, "" if has_pylate else "token_embeddings" if is_late else "sentence_embedding")
@@ -202,10 +212,35 @@ def _read_max_tokens(path: Path) -> int | None:
         config = read_json(path / name, is_optional=True)
         if config.get("do_lower_case", bool) and not _lowers_case(path / "tokenizer.json"):
             raise _unsupported(config.path, "do_lower_case is true, and the tokenizer's file does not lower the case")
+        _check_transformer(config)
         if (length := _length(config, "max_seq_length")) is not None:
             return length
     length = read_json(path / "tokenizer_config.json", is_optional=True).values.get("model_max_length")
     return length if type(length) is int and 1 <= length <= checks.MAX_MODEL_LEN else None  # 1e30 means no limit
+
+
+def _check_transformer(config: JsonFile) -> None:
+    """Raise ModelError for settings of the first module, since sentence-transformers 6, that change vectors."""
+    _refuse(config, config.values, "query_length", "document_length", "query_expansion")
+    calls = config.get("processing_kwargs", dict) or {}
+    for name in ("common", "text"):
+        of_texts = calls.get(name) or {}
+        _refuse(config, of_texts, *sorted(of_texts.keys() - _HARMLESS), prefix=f"processing_kwargs.{name}.")
+    outputs = (config.get("modality_config", dict) or {}).get("text") or {}
+    for key, value in (
+        ("module_output_name", config.get("module_output_name", str)),
+        ("modality_config.text.method", outputs.get("method")),
+        ("modality_config.text.method_output_name", outputs.get("method_output_name")),
+    ):
+        if value is not None and value not in _OUTPUTS:
+            raise _unsupported(config.path, f"{key} is {value!r}")
+
+
+def _refuse(config: JsonFile, values: Mapping[str, object], *keys: str, prefix: str = "") -> None:
+    """Raise ModelError if one of the keys has a value."""
+    for key in keys:
+        if values.get(key) is not None:
+            raise _unsupported(config.path, f"{prefix}{key} is {str(values[key])[:80]}")
 
 
 def _read_pylate_tokens(path: Path) -> int:

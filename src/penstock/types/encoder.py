@@ -31,7 +31,8 @@ class EncoderInfo:
     max_tokens: int  # longest text in tokens, special ones included
     is_normalised: bool = False  # the model's vectors already have length 1
     has_own_lengths: bool = False
-    """The files list modules without a `Normalize`, so vectors keep their lengths where the API allows it."""
+    """The files list modules without a `Normalize`, or cut vectors after it, so vectors keep their lengths where the API allows
+    it."""
     labels: tuple[str, ...] = ()  # names of the `width` columns, if there is a head
     scores: ScoreFunction = ScoreFunction.NONE
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -52,6 +53,10 @@ class EncoderInfo:
     def is_sparse(self) -> bool:
         """The model's vectors have a number for each token of the vocabulary, mostly 0."""
         return self.pooling == "sparse"
+
+    def kept(self, states: bytes) -> bytes:
+        """Return the engine's output for a text, float32, without the numbers behind `width`."""
+        return states if self.is_per_token else states[: 4 * self.width]
 
 
 class TextTokens(NamedTuple):

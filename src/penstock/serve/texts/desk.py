@@ -128,11 +128,12 @@ class RunningTexts:
                 self.fill()
         if self._error is not None:
             raise self._error
-        found = self._found
+        found, encoder = self._found, self.running.model.encoder
+        assert encoder is not None, "only encoders compute texts"
         timing, terms = "", self.terms
         if self._last is not None:
             timing = server_timing(times_ms(terms.arrival_ns, self._last)[:2], terms.waits)
-        return TextResults([TextResult(found[text], text.num_tokens) for text in self._texts], timing)
+        return TextResults([TextResult(encoder.kept(found[text]), text.num_tokens) for text in self._texts], timing)
 
     def close(self, in_flight: InFlight | None) -> None:
         """Cancel texts that are not computed yet, and take the call out of `in_flight`."""
