@@ -4,12 +4,14 @@ import asyncio
 import base64
 import math
 import struct
+import threading
 from dataclasses import replace
 
 import pytest
 
 from penstock.admission.door import AdmissionLimits
 from penstock.clock import VirtualClock
+from penstock.deploy.off_loop import INLINE_MAX_SIZE
 from penstock.engine.ports import OutputChunk
 from penstock.obs.metrics import Metrics
 from penstock.serve.tei import routes
@@ -701,6 +703,22 @@ async def test_a_call_whose_deadline_passes_leaves_other_calls_their_texts():
     assert (await patient).status_code == 200
     await client.aclose()
     runtime.close()
+
+
+@pytest.mark.parametrize("header", ["X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms"])
+async def test_deadlines_pass_while_texts_are_read(monkeypatch, header):
+    _, runtime, client = texts_gate()
+    may_go_on = threading.Event()
+    monkeypatch.setattr("penstock.serve.texts.desk.tokenise", lambda call: may_go_on.wait(60))
+    body = {"input": "a" * (INLINE_MAX_SIZE + 1), "truncate_prompt_tokens": -1}
+    try:
+        error = check(await client.post("/v1/embeddings", json=body, headers={header: "50"}), 408, "deadline_exceeded")
+        assert "texts were not read within the 50 ms" in error["message"]
+        assert not runtime.bridge.num_open_requests
+    finally:
+        may_go_on.set()
+        await client.aclose()
+        runtime.close()
 
 
 async def test_texts_of_the_cache_let_others_have_their_turns(monkeypatch):

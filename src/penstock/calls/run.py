@@ -67,7 +67,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
     # Before any wait, so that `--seed` gives calls seeds in the order of their arrival.
     seed = seed_of(call)
     with at_the_door(running, _ask(call)) as entering, in_flight.arriving(Arrival.of(call)) as arrival:
-        tokenised, form = await _in_time(_tokenised(call), "prompt was not read", running, call.terms)
+        tokenised, form = await in_time(_tokenised(call), "prompt was not read", running, call.terms)
         matchers, grammar_wait_ns = None, 0
         if call.sampling.follows_grammar:
             num_requests = len(tokenised.prompts) * call.request.n
@@ -78,7 +78,7 @@ async def run(call: Call, in_flight: InFlight) -> RunningCall:
                 matchers = await _matchers(grammar, plan, num_requests, max(tokenised.max_tokens), running, call.terms)
                 if plan is not None and plan.begun:
                     beginning = _begin(matchers, plan, running, call.terms.lane)
-                    matchers = await _in_time(beginning, "message was not read", running, call.terms)
+                    matchers = await in_time(beginning, "message was not read", running, call.terms)
             finally:
                 grammar_wait_ns = running.clock.now_ns() - asked_ns
                 running.metrics.count_grammar_wait(grammar_wait_ns)
@@ -265,7 +265,7 @@ async def _matchers(
         if is_small and (matchers := running.grammars.known(grammar, plan, number)):
             return matchers
         compiling = _matchers_compiled(number, grammar, plan, running, terms.lane)
-        return await _in_time(compiling, "grammar was not compiled", running, terms)
+        return await in_time(compiling, "grammar was not compiled", running, terms)
     except Rejected as rejected:
         if rejected.reason is not RejectReason.INVALID:
             raise
@@ -273,7 +273,7 @@ async def _matchers(
         raise wrong(f"{subject} is refused. {rejected.detail}", grammar.param) from rejected
 
 
-async def _in_time(work: Awaitable[_Result], failure: str, running: RunningModel, terms: Terms) -> _Result:
+async def in_time(work: Awaitable[_Result], failure: str, running: RunningModel, terms: Terms) -> _Result:
     """Return the result of the work, or raise `Rejected` at the first time limit. Work that nobody awaits is not started."""
     if not terms.time_limits:
         return await work

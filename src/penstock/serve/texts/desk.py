@@ -18,7 +18,7 @@ from penstock.admission.ask import Ask
 from penstock.admission.door import Entering
 from penstock.calls.call import Terms
 from penstock.calls.in_flight import InFlight
-from penstock.calls.run import ask_of, at_the_door
+from penstock.calls.run import ask_of, at_the_door, in_time
 from penstock.deploy.running import RunningModel
 from penstock.engine.bridge import Bridge
 from penstock.engine.ports import OutputChunk
@@ -57,7 +57,8 @@ async def run(
     ask = _ask(call)
     with running.engine.held():  # a draining server still takes the call's later texts
         with at_the_door(running, ask) as entering:
-            found = await running.off_loop.run(work_size(call), partial(tokenise, call), call.terms.lane)
+            reading = running.off_loop.run(work_size(call), partial(tokenise, call), call.terms.lane)
+            found = await in_time(reading, "texts were not read", running, call.terms)
             if not ask.num_token_ids:
                 cut, pairs = call.truncation, zip(call.texts, found, strict=True)
                 whole = [(text, one) for text, one in pairs if cut is None or one.num_tokens < cut.max_tokens]
