@@ -781,6 +781,19 @@ def test_an_encoder_writes_nothing(encoders: dict[str, Path]) -> None:
             reader.chat([{"role": "user", "content": "hi"}])
 
 
+def test_tokens_are_counted_as_they_are_read(encoders: dict[str, Path], model: LLM) -> None:
+    with LLM(encoders["bert_gguf"]) as reader:
+        running = reader._running
+        assert running.model.encoder is not None
+        told = replace(running.model.encoder, prompts={"document": "of a book: "}, default_prompt="document")
+        running.model = replace(running.model, encoder=told)
+        read = [len(one.prompt_token_ids) for one in reader.embed(["some text", "a"])]
+        assert reader.num_tokens(["some text", "a"]) == reader.num_tokens(["some text", "a"], prompt_name="document") == read
+        with pytest.raises(PenstockError, match="no prompt 'query'"):
+            reader.num_tokens("a", prompt_name="query")
+    assert model.num_tokens("some text") == [len(model.generate("some text")[0].prompt_token_ids or ())]
+
+
 def test_a_model_that_writes_embeds_nothing(model: LLM) -> None:
     with pytest.raises(PenstockError, match=r"writes text\. Load an encoder, such as minilm\.$"):
         model.embed("some text")

@@ -108,6 +108,21 @@ class _Facts:
         """Most tokens of a prompt and its answer together. For an encoder, most tokens of an input text."""
         return self._running.model.capacity.max_model_len
 
+    def num_tokens(self, texts: str | Sequence[str], *, prompt_name: str | None = None) -> list[int]:
+        """Return how many tokens the model reads of each text: special ones and an encoder's prompt, as in `embed`, included.
+
+        Raises PenstockError.
+        """
+        from penstock.serve.texts.read import prompt_text
+
+        encoder = self._running.model.encoder
+        with own_errors():
+            prefix = "" if encoder is None else prompt_text(encoder, prompt_name)
+        several = several_of("texts", texts, int)
+        check_texts("texts", several, str)
+        asked = [prefix + text for text in several]
+        return [len(ids) for ids in self._running.tokenizer.encode_batch(asked, add_special_tokens=True)]
+
     @property
     def default_sampling(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that the model's files set. They apply to calls without `sampling_params`."""
