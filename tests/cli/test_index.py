@@ -44,6 +44,24 @@ def test_passages_are_embedded_as_passages_and_a_second_run_reads_what_is_new(en
     assert scores[1] < 0.9999
 
 
+def test_documents_that_differ_at_the_end_of_a_long_passage_alone_have_different_vectors(encoder: Path, tmp_path: Path) -> None:
+    documents, file = tmp_path / "documents", tmp_path / "documents.index"
+    documents.mkdir()
+    for name in "ab":
+        (documents / f"{name}.txt").write_text("0x4f_" * 100 + name)
+    result = CliRunner().invoke(index, [str(documents), "-o", str(file), "--embedder", str(encoder)])
+    assert result.exit_code == 0, result.exception
+    reader = Reader(file)
+    with LLM(encoder) as llm:
+        [first] = llm.embed("a", prompt_name="passage")
+        found = reader.nearest(np.array([first.outputs.embedding], np.float32), reader.num_passages)[0]
+        assert max(llm.num_tokens([hit.as_read for hit in found], prompt_name="passage")) <= llm.max_model_len
+    reader.close()
+    assert sum([len(hit.text) for hit in found]) == 2 * 501
+    ends = {hit.path: hit.score for hit in found if hit.text[-1] in "ab"}
+    assert ends["a.txt"] != ends["b.txt"]
+
+
 @pytest.mark.parametrize("text", [None, " "])
 def test_a_folder_without_text_is_an_error_and_leaves_no_index(
     encoder: Path, tmp_path: Path, text: str | None, capsys: pytest.CaptureFixture[str]

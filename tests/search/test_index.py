@@ -16,7 +16,7 @@ import pytest
 
 from penstock.search.documents import MAX_BYTES, Block, Unreadable, find, read
 from penstock.search.index import Changes, Reader, create, update
-from penstock.search.passages import MAX_CHARS, cut
+from penstock.search.passages import MAX_CHARS, Passage, cut, halved
 from penstock.types.errors import ConfigError
 from support.work_time import growth
 
@@ -382,6 +382,33 @@ def test_passages_are_whole_and_none_is_too_long() -> None:
     for one in (text, "a\n\n" * 3000, "# " + "h" * 100_000 + "\ntext"):
         assert all(len(text) <= MAX_CHARS and len(heading) <= 200 for heading, text in passages_of(one))
     assert not passages_of("")
+
+
+@pytest.mark.parametrize(
+    ("heading", "text"),
+    [
+        ("A > B", "First one. " * 70),
+        ("A", "\n".join(f"| {number} | x |" for number in range(50))),
+        ("h" * 200, "x" * 3),
+        ("h", "x" * 799),
+        ("", "\u8a9e" * 800),
+    ],
+)
+@pytest.mark.parametrize("most", [1, 2, 50, 300])
+def test_passages_that_do_not_fit_are_divided_and_keep_their_text(heading: str, text: str, most: int) -> None:
+    """A character of a word is a token here."""
+    asked: list[int] = []
+
+    def fit(texts: Sequence[str]) -> list[bool]:
+        asked.append(len(texts))
+        return [len("".join(one.split())) <= most for one in texts]
+
+    found = [*halved([Passage(heading, text), Passage("", "x")], fit)]
+    assert found.pop() == Passage("", "x")
+    assert asked[0] == 2, "all are asked for at once"
+    assert "".join("".join(one.text for one in found).split()) == "".join(text.split())
+    assert all(fit([one.heading + one.text for one in found]))
+    assert all(heading.startswith(one.heading) for one in found)
 
 
 def test_the_remedy_for_an_index_of_another_format_works(tmp_path: Path) -> None:

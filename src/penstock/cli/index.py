@@ -39,10 +39,13 @@ def index(folder: Path, output: Path | None, embedder: str) -> None:
         prompt_name = first_prompt(llm.prompts, DOCUMENT_PROMPTS)
 
         def embed(texts: Sequence[str]) -> F32:
-            found = llm.embed(list(texts), prompt_name=prompt_name, truncate_prompt_tokens=-1)
+            found = llm.embed(list(texts), prompt_name=prompt_name)
             return np.array([one.outputs.embedding for one in found], np.float32)
 
-        for changes in update(path, folder, embed):
+        def fit(texts: Sequence[str]) -> list[bool]:
+            return [num <= llm.max_model_len for num in llm.num_tokens(texts, prompt_name=prompt_name)]
+
+        for changes in update(path, folder, embed, fit):
             print(f"\r{counted(changes.num_new, 'file')} read", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
     for name, why in changes.unreadable.items():

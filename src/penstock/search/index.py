@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.search.documents import MAX_BYTES, Unreadable, find, read
-from penstock.search.passages import Passage, as_read, cut
+from penstock.search.passages import Fit, Passage, as_read, cut, halved
 from penstock.types.errors import ConfigError
 
 F32 = NDArray[np.float32]
-FORMAT = "2"
+FORMAT = "3"
 AT_ONCE = 256
 """Passages that are embedded, and written, together."""
 LOCKED_S = 30.0
@@ -107,8 +107,10 @@ def _check_probe(about: Mapping[str, str], path: Path, probe: F32) -> None:
         )
 
 
-def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
+def update(path: Path, folder: Path, embed: Embed, fit: Fit = lambda texts: [True] * len(texts)) -> Iterator[Changes]:
     """Bring an index up to date with the files in `folder`. Yield the changes so far after each write.
+
+    Passages that do not `fit` are divided.
 
     Raises ConfigError, for example if the folder of an existing index has no documents now: it may not be mounted.
     """
@@ -127,7 +129,7 @@ def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
             name = file.relative_to(folder).as_posix()
             seen.add(name)
             try:
-                digest, passages = _read(file, name, known.get(name))
+                digest, passages = _read(file, name, known.get(name), fit)
             except (Unreadable, OSError) as error:
                 changes.unreadable[_printable(name)] = str(error)
                 continue
@@ -156,7 +158,7 @@ def update(path: Path, folder: Path, embed: Embed) -> Iterator[Changes]:
         yield changes
 
 
-def _read(file: Path, name: str, digest_before: bytes | None) -> tuple[bytes, list[Passage] | None]:
+def _read(file: Path, name: str, digest_before: bytes | None, fit: Fit) -> tuple[bytes, list[Passage] | None]:
     """Return a hash of a file, and its passages unless it is as before. Raises Unreadable and OSError."""
     if _printable(name) != name:
         raise Unreadable("its name is not UTF-8")
@@ -166,7 +168,10 @@ def _read(file: Path, name: str, digest_before: bytes | None) -> tuple[bytes, li
         raise Unreadable(f"it has more than {most >> 20} MiB")
     data = file.read_bytes()
     digest = hashlib.blake2b(data, digest_size=16).digest()
-    return digest, None if digest == digest_before else [*cut(read(file, data))]
+    if digest == digest_before:
+        return digest, None
+    passages = [Passage(_printable(one.heading), _printable(one.text)) for one in cut(read(file, data))]
+    return digest, [*halved(passages, fit)]
 
 
 def _printable(text: str) -> str:
@@ -175,7 +180,7 @@ def _printable(text: str) -> str:
 
 
 def _write(base: sqlite3.Connection, path: Path, files: Sequence[tuple[str, bytes, list[Passage]]], embed: Embed) -> None:
-    texts = [_printable(as_read(passage.heading, passage.text)) for _, _, passages in files for passage in passages]
+    texts = [as_read(passage.heading, passage.text) for _, _, passages in files for passage in passages]
     if texts:
         vectors = embed(texts)
         vectors = (vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)).astype(np.float32)
@@ -190,7 +195,7 @@ def _write(base: sqlite3.Connection, path: Path, files: Sequence[tuple[str, byte
             base.execute("INSERT OR REPLACE INTO files VALUES (?, ?)", (name, digest))
             base.executemany(
                 "INSERT INTO passages (path, heading, text, vector) VALUES (?, ?, ?, ?)",
-                [(name, _printable(one.heading), _printable(one.text), next(rows).tobytes()) for one in passages],
+                [(name, one.heading, one.text, next(rows).tobytes()) for one in passages],
             )
 
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from penstock.search.documents import Block
 
 MAX_CHARS = 800
-"""Most characters of a passage: below 256 tokens of English, which small encoders read."""
+"""Most characters of a passage: below 256 tokens of English prose, which small encoders read."""
 MAX_HEADING_CHARS = 200
 _STARTS = re.compile(r"(?<=[.!?])(?=\s)"), re.compile(r"(?=\n)"), re.compile(r"(?<=\S)(?=\s)")
 """Where sentences, lines and words begin, with the white space before them."""
 _BREAK = re.compile(r"\A(?:\s*\n|\s+)")
 """White space before a unit that begins a piece, without the indentation of a line."""
 _BETWEEN = "\n\n"
+Fit = Callable[[Sequence[str]], Sequence[bool]]
+"""Returns whether the encoder reads each text whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,24 @@ def cut(blocks: Iterable[Block]) -> Iterator[Passage]:
             part.append(piece)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """Yield pieces of at most `MAX_CHARS`. White space is kept, except for blanks and line breaks at a cut."""
+def halved(passages: Sequence[Passage], fit: Fit) -> Iterator[Passage]:
+    """Yield passages, those that do not fit in halves, again and again until they fit. A longer heading is cut instead."""
+    fits = fit([as_read(one.heading, one.text) for one in passages])
+    for passage, is_whole in zip(passages, fits, strict=True):
+        heading, text = passage.heading, passage.text
+        if is_whole or len(heading) + len(text) <= 1:
+            yield passage
+        elif len(heading) >= len(text):
+            yield from halved([Passage(heading[: len(heading) // 2], text)], fit)
+        else:
+            yield from halved([Passage(heading, piece) for piece in _pieces(text, (len(text) + 1) // 2)], fit)
+
+
+def _pieces(text: str, max_chars: int = MAX_CHARS) -> Iterator[str]:
+    """Yield pieces of at most `max_chars`. White space is kept, except for blanks and line breaks at a cut."""
     piece = ""
-    for unit in _units(text):
-        if piece and len(piece) + len(unit) > MAX_CHARS:
+    for unit in _units(text, max_chars):
+        if piece and len(piece) + len(unit) > max_chars:
             yield piece
             piece, unit = "", _BREAK.sub("", unit)
         piece += unit
@@ -72,13 +87,13 @@ def _pieces(text: str) -> Iterator[str]:
         yield piece
 
 
-def _units(text: str, starts: tuple[re.Pattern[str], ...] = _STARTS) -> Iterator[str]:
-    """Yield units of at most `MAX_CHARS`, each with the white space before it."""
-    if len(text) <= MAX_CHARS:
+def _units(text: str, max_chars: int, starts: tuple[re.Pattern[str], ...] = _STARTS) -> Iterator[str]:
+    """Yield units of at most `max_chars`, each with the white space before it."""
+    if len(text) <= max_chars:
         yield text
     elif starts:
         for part in starts[0].split(text):
-            yield from _units(part, starts[1:])
+            yield from _units(part, max_chars, starts[1:])
     else:
-        for start in range(0, len(text), MAX_CHARS):
-            yield text[start : start + MAX_CHARS]
+        for start in range(0, len(text), max_chars):
+            yield text[start : start + max_chars]
