@@ -275,6 +275,9 @@ def test_the_case_may_be_lowered_by_the_tokenizer(tmp_path):
         tokenizer={"normalizer": {"lowercase": True}},
     )
     assert read_sentence_files(tmp_path).max_tokens == 9
+    write(tmp_path, tokenizer_config={"do_lower_case": False})
+    with pytest.raises(ModelError, match="does not lower the case"):
+        read_sentence_files(tmp_path)
     write(tmp_path, tokenizer={"normalizer": {"normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}})
     assert read_sentence_files(tmp_path).max_tokens == 9
 

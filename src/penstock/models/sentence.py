@@ -210,7 +210,7 @@ def _width(config: JsonFile, key: str) -> int:
 def _read_max_tokens(path: Path) -> int | None:
     for name in _SETTINGS:
         config = read_json(path / name, is_optional=True)
-        if config.get("do_lower_case", bool) and not _lowers_case(path / "tokenizer.json"):
+        if config.get("do_lower_case", bool) and not _lowers_case(path):
             raise _unsupported(config.path, "do_lower_case is true, and the tokenizer's file does not lower the case")
         _check_transformer(config)
         if (length := _length(config, "max_seq_length")) is not None:
@@ -256,10 +256,16 @@ def _length(config: JsonFile, key: str) -> int | None:
     return length
 
 
-def _lowers_case(file: Path) -> bool:
-    normalizer = read_json(file, is_optional=True).get("normalizer", dict) or {}
+def _lowers_case(path: Path) -> bool:
+    normalizer = read_json(path / "tokenizer.json", is_optional=True).get("normalizer", dict) or {}
     steps = normalizer.get("normalizers", [normalizer])
-    return any(step.get("lowercase") is True or step.get("type") == "Lowercase" for step in steps if isinstance(step, dict))
+    config = read_json(path / "tokenizer_config.json", is_optional=True)  # BERT's tokenizer follows it
+    may_lower = config.values.get("do_lower_case") is not False
+    return any(
+        (step.get("lowercase") is True and may_lower) or step.get("type") == "Lowercase"
+        for step in steps
+        if isinstance(step, dict)
+    )
 
 
 def _read_prompts(path: Path) -> tuple[dict[str, str], str]:
