@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -792,6 +792,22 @@ def test_tokens_are_counted_as_they_are_read(encoders: dict[str, Path], model: L
         with pytest.raises(PenstockError, match="no prompt 'query'"):
             reader.num_tokens("a", prompt_name="query")
     assert model.num_tokens("some text") == [len(model.generate("some text")[0].prompt_token_ids or ())]
+    with pytest.raises(PenstockError, match="has no prompts"):
+        model.num_tokens("some text", prompt_name="query")
+
+
+def test_tokens_of_many_texts_are_counted_in_batches(model: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer needs memory for each character of a batch, and `penstock index` counts a whole file."""
+    tokenizer, sizes = model._running.tokenizer, list[int]()
+    encode = tokenizer.encode_batch
+
+    def encode_batch(texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        sizes.append(len(texts))
+        return encode(texts, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode_batch", encode_batch)
+    assert model.num_tokens(["a", "a b c"] * 1000) == model.num_tokens(["a", "a b c"]) * 1000
+    assert max(sizes) < 100
 
 
 def test_a_model_that_writes_embeds_nothing(model: LLM) -> None:

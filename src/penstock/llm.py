@@ -114,14 +114,17 @@ class _Facts:
         Raises PenstockError.
         """
         from penstock.serve.texts.read import prompt_text
+        from penstock.serve.texts.tokens import pieces_of
 
-        encoder = self._running.model.encoder
+        encoder, encode = self._running.model.encoder, self._running.tokenizer.encode_batch
+        if encoder is None and prompt_name is not None:
+            raise ConfigError(f"{self.model_name} has no prompts: it writes text.", remedy="Leave prompt_name out.")
         with own_errors():
             prefix = "" if encoder is None else prompt_text(encoder, prompt_name)
         several = several_of("texts", texts, int)
         check_texts("texts", several, str)
-        asked = [prefix + text for text in several]
-        return [len(ids) for ids in self._running.tokenizer.encode_batch(asked, add_special_tokens=True)]
+        pieces = pieces_of([prefix + text for text in several])
+        return [len(ids) for piece in pieces for ids in encode(piece, add_special_tokens=True)]
 
     @property
     def default_sampling(self) -> dict[str, Any]:
