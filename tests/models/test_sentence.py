@@ -122,6 +122,9 @@ def test_no_path_leads_out_of_the_directory(tmp_path, folder):
             {"sentence_bert_config": {"processing_kwargs": {"common": {"add_special_tokens": False}}}},
             "common.add_special_tokens",
         ),
+        ({"sentence_bert_config": {"processing_kwargs": {"text": [1]}}}, r"text is \[1\], not of type dict"),
+        ({"sentence_bert_config": {"modality_config": {"text": "forward"}}}, "text is 'forward', not of type dict"),
+        ({"sentence_bert_config": {"modality_config": {"text": {}, "message": {"format": "flat"}}}}, "chat template"),
         ({"sentence_bert_config": {"module_output_name": "sentence_embedding"}}, "module_output_name is 'sentence_embedding'"),
         (
             {"sentence_bert_config": {"modality_config": {"text": {"method_output_name": "pooler_output"}}}},
@@ -156,14 +159,9 @@ def test_what_is_not_computed_is_refused(tmp_path, files, cause):
     "config",
     [
         {"transformer_task": "feature-extraction", "modality_config": {"text": {"method": "forward"}}},
-        {
-            "modality_config": {
-                "text": {"method": "forward", "method_output_name": "last_hidden_state"},
-                "message": {"format": "flat"},
-            }
-        },
+        {"modality_config": {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}},
         {"module_output_name": "token_embeddings", "unpad_inputs": True, "query_length": None},
-        {"processing_kwargs": {"text": {"padding": True}, "chat_template": {"add_generation_prompt": True}}},
+        {"processing_kwargs": {"text": {"padding": True, "truncation": True}, "chat_template": {"tokenize": True}}},
     ],
 )
 def test_settings_of_the_first_module_that_change_no_vector_are_taken(tmp_path, config):
@@ -278,6 +276,8 @@ def test_the_case_may_be_lowered_by_the_tokenizer(tmp_path):
     write(tmp_path, tokenizer_config={"do_lower_case": False})
     with pytest.raises(ModelError, match="does not lower the case"):
         read_sentence_files(tmp_path)
+    write(tmp_path, tokenizer_config={"do_lower_case": True}, tokenizer={"normalizer": {"lowercase": False}})
+    assert read_sentence_files(tmp_path).max_tokens == 9
     write(tmp_path, tokenizer={"normalizer": {"normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}})
     assert read_sentence_files(tmp_path).max_tokens == 9
 

@@ -38,8 +38,8 @@ _ACTIVATIONS: Mapping[str, Activation | None] = {
     "ReLU": "relu",
     "SiLU": "silu",
 }
-_HARMLESS = {"padding", "pad_to_multiple_of", "return_tensors"}
-"""Arguments of tokenizers that change no vector."""
+_HARMLESS = {"padding", "pad_to_multiple_of", "return_tensors", "truncation"}
+"""Arguments of tokenizers that change no vector of a text that is read whole."""
 _OUTPUTS = ("forward", "last_hidden_state", "logits", "token_embeddings", "scores", "causal_logits")
 """The method and outputs that the first module has by default, depending on its task."""
 _SCORES: Mapping[str, ScoreFunction] = {"Sigmoid": ScoreFunction.SIGMOID, "Identity": ScoreFunction.NONE}
@@ -222,11 +222,13 @@ def _read_max_tokens(path: Path) -> int | None:
 def _check_transformer(config: JsonFile) -> None:
     """Raise ModelError for settings of the first module, since sentence-transformers 6, that change vectors."""
     _refuse(config, config.values, "query_length", "document_length", "query_expansion")
-    calls = config.get("processing_kwargs", dict) or {}
+    calls, modalities = _part(config, "processing_kwargs"), _part(config, "modality_config")
     for name in ("common", "text"):
-        of_texts = calls.get(name) or {}
-        _refuse(config, of_texts, *sorted(of_texts.keys() - _HARMLESS), prefix=f"processing_kwargs.{name}.")
-    outputs = (config.get("modality_config", dict) or {}).get("text") or {}
+        arguments = _part(calls, name).values
+        _refuse(config, arguments, *sorted(arguments.keys() - _HARMLESS), prefix=f"processing_kwargs.{name}.")
+    if "message" in modalities.values and config.values.get("transformer_task") != "sequence-classification":
+        raise _unsupported(config.path, "modality_config has a message, so texts are put into a chat template")
+    outputs = _part(modalities, "text").values
     for key, value in (
         ("module_output_name", config.get("module_output_name", str)),
         ("modality_config.text.method", outputs.get("method")),
@@ -234,6 +236,10 @@ def _check_transformer(config: JsonFile) -> None:
     ):
         if value is not None and value not in _OUTPUTS:
             raise _unsupported(config.path, f"{key} is {value!r}")
+
+
+def _part(config: JsonFile, key: str) -> JsonFile:
+    return JsonFile(config.path, config.get(key, dict) or {})
 
 
 def _refuse(config: JsonFile, values: Mapping[str, object], *keys: str, prefix: str = "") -> None:
@@ -259,10 +265,9 @@ def _length(config: JsonFile, key: str) -> int | None:
 def _lowers_case(path: Path) -> bool:
     normalizer = read_json(path / "tokenizer.json", is_optional=True).get("normalizer", dict) or {}
     steps = normalizer.get("normalizers", [normalizer])
-    config = read_json(path / "tokenizer_config.json", is_optional=True)  # BERT's tokenizer follows it
-    may_lower = config.values.get("do_lower_case") is not False
+    config = read_json(path / "tokenizer_config.json", is_optional=True).values  # BERT's tokenizer follows it
     return any(
-        (step.get("lowercase") is True and may_lower) or step.get("type") == "Lowercase"
+        step.get("type") == "Lowercase" or ("lowercase" in step and config.get("do_lower_case", step["lowercase"]) is True)
         for step in steps
         if isinstance(step, dict)
     )
