@@ -13,7 +13,7 @@ from penstock.lab.compare import Compared, Difference, compare_results
 from penstock.lab.figures import parse_slos
 from penstock.lab.intervals import Estimate
 from penstock.lab.records import End
-from penstock.lab.results import AskedTarget, Load, Result
+from penstock.lab.results import AskedTarget, Load, Result, Run
 from penstock.types.errors import ConfigError
 from support.bench_records import random_records, record, result_of, run_of
 
@@ -222,14 +222,19 @@ def test_goodput_of_other_slos_is_not_compared_and_a_note_says_so() -> None:
     before, after = (result_of(run_of(random_records(0, 300), slos=parse_slos([slo]))) for slo in ("ttft=150ms", "ttft=900ms"))
     found = compared(before, after)
     assert "goodput_per_s" not in by_name(found)
-    assert "The SLOs differ, so goodput is not compared." in found.notes
+    assert "The SLOs differ, so goodput and the share within them are not compared." in found.notes
 
 
 def test_a_rate_that_falls_and_a_latency_that_rises_are_worse() -> None:
     rate = Difference(
-        figure="requests_per_s", is_rate=True, before=10, after=9, change=Estimate(-0.1, -0.12, -0.08), is_more_than_noise=True
+        figure="requests_per_s",
+        is_higher_better=True,
+        before=10,
+        after=9,
+        change=Estimate(-0.1, -0.12, -0.08),
+        is_more_than_noise=True,
     )
-    latency = replace(rate, figure="ttft p50", is_rate=False)
+    latency = replace(rate, figure="ttft p50", is_higher_better=False)
     assert rate.worsening > 0
     assert latency.worsening <= 0
     assert rate.words == "lower by 10 % [8, 12]"
@@ -289,6 +294,42 @@ def test_a_few_good_requests_less_may_be_noise() -> None:
 
     assert goodput(400).is_more_than_noise, "12 requests"
     assert goodput(100).words == "no difference that these runs could show", "3 requests"
+
+
+def some_refused(seed: int, num_ok: int, *, count: int = 400, slower: float = 1.0) -> Run:
+    """A run in which every `count` / `num_ok`-th request is answered, and the others are refused at once."""
+    some = random_records(seed, count, slower=slower)
+    ok = {count * i // num_ok for i in range(num_ok)}
+    kept = [one if i in ok else record(i, due_ms=one.intended_ns / 1e6, end=End.REFUSED) for i, one in enumerate(some)]
+    return run_of(kept, seed=seed, slos=parse_slos(["e2e=20s"]))
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2, 3)])
+def test_a_server_that_refuses_most_requests_is_worse_though_faster(seeds: Sequence[int]) -> None:
+    before, after = (
+        result_of(*(some_refused(seed, num_ok, slower=slower) for seed in seeds)) for num_ok, slower in ((400, 1.0), (40, 0.5))
+    )
+    found = compared(before, after)
+    assert by_name(found)["e2e mean"].worsening < 0
+    assert {"answered", "within_slos"} <= {difference.figure for _, difference in found.worse(0.8)}
+    none = compared(before, result_of(*(some_refused(seed, 0) for seed in seeds)))
+    assert {"answered", "within_slos"} <= {difference.figure for _, difference in none.worse(0.99)}
+    assert not {"answered", "within_slos"} & {difference.figure for _, difference in compared(after, before).worse(0.0)}
+
+
+@pytest.mark.parametrize("seeds", [(1,), (1, 2, 3)])
+def test_one_refusal_in_each_run_may_be_noise(seeds: Sequence[int]) -> None:
+    before, after = (result_of(*(some_refused(seed, num_ok) for seed in seeds)) for num_ok in (400, 399))
+    found = by_name(compared(before, after))
+    assert found["answered"].after < found["answered"].before
+    assert not found["answered"].is_more_than_noise
+
+
+def test_a_few_answers_are_not_enough_to_pass_by_their_share_alone() -> None:
+    few = result_of(some_refused(1, 3))
+    found = compared(few, few)
+    assert by_name(found)["answered"].change is not None
+    assert not found.has_tested
 
 
 def test_rates_of_a_steady_part_are_not_compared_with_those_of_a_whole_run() -> None:

@@ -16,7 +16,7 @@ from statistics import NormalDist
 import numpy as np
 
 from penstock.config.units import figure
-from penstock.lab.figures import BUCKET_RATIO, LATENCIES, QUANTILES, make_rates
+from penstock.lab.figures import BUCKET_RATIO, LATENCIES, QUANTILES, make_rates, make_share
 from penstock.lab.intervals import LEVEL, Estimate, effective_draws, student_quantile, student_tail
 from penstock.lab.results import Result, Run, has_variants
 from penstock.types.errors import ConfigError
@@ -26,6 +26,9 @@ MIN_BLOCKS = 8
 MIN_REPEATS = 3
 COMPARED_QUANTILES = ("p50", "p90", "p99")
 RATES = ("requests_per_s", "output_tokens_per_s", "total_tokens_per_s", "goodput_per_s")
+SHARES = ("answered", "within_slos")
+"""Shares of the requests. Latencies and rates cover answered requests alone, so they can improve while others are refused."""
+_OF_SLOS = ("goodput_per_s", "within_slos")
 _DRAWS_IN_BLOCK = 2
 """Mean number of independent samples in a block of jobs, so that neighbouring blocks are almost independent."""
 
@@ -42,7 +45,7 @@ class Spread:
 class Difference:
     figure: str
     """Name of the figure, such as `ttft p99` or `output_tokens_per_s`."""
-    is_rate: bool
+    is_higher_better: bool
     before: float
     after: float
     change: Estimate | None
@@ -59,7 +62,7 @@ class Difference:
     def worsening(self) -> float:
         """Share by which the figure is worse; below 0 if it is better."""
         change = 0.0 if self.change is None else self.change.value
-        return -change if self.is_rate else change
+        return -change if self.is_higher_better else change
 
     @property
     def words(self) -> str:
@@ -67,7 +70,7 @@ class Difference:
             return "not compared, since one side is 0"
         if self.change is None or self.change.low is None or self.change.high is None:
             return "too few requests to say"
-        verbs = ("higher", "lower") if self.is_rate else ("slower", "faster")
+        verbs = ("higher", "lower") if self.is_higher_better else ("slower", "faster")
         low, high = sorted(end if self.change.value > 0 else -end for end in (self.change.low, self.change.high))
         shown = f"{verbs[self.change.value < 0]} by {_percent(abs(self.change.value))} % [{_percent(low)}, {_percent(high)}]"
         if self.is_more_than_noise:
@@ -94,7 +97,9 @@ class Compared:
 
     @property
     def has_tested(self) -> bool:
-        return any(difference.change is not None for one in self.comparisons for difference in one.differences)
+        """Whether a latency or a rate was tested. Too few answers for those still have a share."""
+        tested = (difference for one in self.comparisons for difference in one.differences if difference.change is not None)
+        return any(difference.figure not in SHARES for difference in tested)
 
     def worse(self, by: float) -> list[tuple[str, Difference]]:
         """Return figures, with their loads, that are worse beyond noise and by more than the share `by`."""
@@ -160,7 +165,7 @@ def _notes(before: Result, after: Result) -> Iterator[str]:
     if {run.target.model for run in before.runs} != {run.target.model for run in after.runs}:
         yield "The models differ."
     if not _has_equal_slos(before.runs, after.runs) and all(run.slos for run in (*before.runs, *after.runs)):
-        yield "The SLOs differ, so goodput is not compared."
+        yield "The SLOs differ, so goodput and the share within them are not compared."
     if {run.how for run in before.runs} != {run.how for run in after.runs}:
         hows = [" and ".join(sorted({run.how for run in result.runs})) for result in (before, after)]
         yield f"One side is {hows[0]}, the other {hows[1]}."
@@ -187,10 +192,10 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
         values = [[of_run[name] for of_run in side if name in of_run] for side in found]
         if any(len(side) < len(runs) for side, runs in zip(values, (before, after), strict=True)):
             continue
-        if name == "goodput_per_s" and not _has_equal_slos(before, after):
+        if name in _OF_SLOS and not _has_equal_slos(before, after):
             continue
         if min(one.value for side in values for one in side) <= 0:  # a ratio needs positive values
-            if name in RATES and any(one.value for side in values for one in side):
+            if name in (*RATES, *SHARES) and any(one.value for side in values for one in side):
                 yield _beside_zero(name, (before, after), values, has_repeats=has_repeats)
             continue
         logs = [[math.log(one.value) for one in side] for side in values]
@@ -204,24 +209,32 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
             spread = _spread_of_intervals(values)
         if spread and name.startswith("itl"):
             spread = replace(spread, error=max(spread.error, math.log(BUCKET_RATIO) / 2))
-        named = Difference(figure=name, is_rate=name in RATES, before=math.exp(means[0]), after=math.exp(means[1]), change=None)
+        if spread and name in SHARES:  # repeats in which as many requests failed look certain, and are not
+            spread = max(spread, _spread_of_intervals(values) or spread, key=lambda one: one.error)
+        named = Difference(
+            figure=name,
+            is_higher_better=name in (*RATES, *SHARES),
+            before=math.exp(means[0]),
+            after=math.exp(means[1]),
+            change=None,
+        )
         yield named if spread is None else _judged(named, means[1] - means[0], spread)
 
 
 def _beside_zero(
     name: str, runs: Sequence[Sequence[Run]], values: Sequence[Sequence[Estimate]], *, has_repeats: bool
 ) -> Difference:
-    """Compare rates that include a 0. A fall to 0 is tested if the rates before are surely above 0.
+    """Compare rates or shares that include a 0. A fall to 0 is tested if the values before are surely above 0.
 
     The runs after it must have at least as many requests: few of them may have had bad luck.
     """
     means = [math.fsum(one.value for one in side) / len(side) for side in values]
-    named = Difference(figure=name, is_rate=True, before=means[0], after=means[1], change=None)
+    named = Difference(figure=name, is_higher_better=True, before=means[0], after=means[1], change=None)
     was_above = all(one.value > 0 if has_repeats else (one.low or 0) > 0 for one in values[0])
     num_before, num_after = (sum(len(run.samples) for run in side) for side in runs)
     if means[1] or not was_above or num_after < num_before:
         return named
-    num_good = sum(int(run.samples.holds_all(run.slos if name == "goodput_per_s" else ()).sum()) for run in runs[0])
+    num_good = sum(int(run.samples.holds_all(run.slos if name in _OF_SLOS else ()).sum()) for run in runs[0])
     # If the sides are equal, each good request is at least as likely to be on the other one.
     return replace(named, change=Estimate(-1.0, -1.0, -1.0), chance=2.0 ** (1 - num_good))
 
@@ -235,6 +248,10 @@ def _values_of(run: Run, *, is_steady: bool) -> dict[str, Estimate]:
         found |= {f"{name} {quantile}": latency.quantiles[quantile] for quantile in COMPARED_QUANTILES}
     window, rates = figures.steady if is_steady and figures.steady else (figures.window, figures.rates)
     found |= {name: getattr(rates, name) for name in rates.__slots__}
+    if run.samples.is_counted.any():
+        found["answered"] = make_share(run.samples, run.samples.is_ok)
+        if run.slos:
+            found["within_slos"] = make_share(run.samples, run.samples.holds_all(run.slos))
     if run.slos:
         found["goodput_per_s"] = make_rates(run.samples, window, run.samples.holds_all(run.slos)).requests_per_s
     return found

@@ -483,14 +483,18 @@ def tokens_upto(samples: Samples, instants_ns: Floats) -> tuple[Floats, Floats, 
 
 
 def _goodput(samples: Samples, window: Window, slos: Sequence[Slo]) -> Goodput | None:
-    counted = samples.is_counted
-    if not counted.any():
+    if not samples.is_counted.any():
         return None
-    seconds = (samples.ended_ns - samples.intended_ns)[counted] / NS_PER_S
-    by_slo = {str(slo): share_estimate(samples.holds(slo)[counted], seconds) for slo in slos}
+    by_slo = {str(slo): make_share(samples, samples.holds(slo)) for slo in slos}
     holds_all = samples.holds_all(slos)
     good = make_rates(samples, window, holds_all)
-    return Goodput(share_estimate(holds_all[counted], seconds), by_slo, good.requests_per_s)
+    return Goodput(make_share(samples, holds_all), by_slo, good.requests_per_s)
+
+
+def make_share(samples: Samples, holds: Bools) -> Estimate:
+    """Return the share of the counted requests where `holds` is true. At least one request must count."""
+    counted = samples.is_counted
+    return share_estimate(holds[counted], (samples.ended_ns - samples.intended_ns)[counted] / NS_PER_S)
 
 
 def _cost(price_per_hour: float, rates: Rates) -> Cost:

@@ -28,6 +28,8 @@ SHOWN_NAMES = {
     "output_tokens_per_s": "output tok/s",
     "total_tokens_per_s": "total tok/s",
     "goodput_per_s": "goodput/s",
+    "answered": "share answered",
+    "within_slos": "share within SLOs",
 }
 _MAY_LOAD = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = """
