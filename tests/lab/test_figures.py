@@ -97,12 +97,25 @@ def test_latencies_leave_out_what_did_not_end_well_and_say_so() -> None:
 
 
 def test_only_so_many_reasons_are_kept_and_the_others_are_counted() -> None:
-    records = [record(i, end=End.FAILED, error=f"reason {i}\n" + "x" * 10_000) for i in range(100)]
+    records = [record(i, end=End.FAILED, error=f"reason {chr(ord('a') + i)}\n" + "x" * 10_000) for i in range(26)]
     figures = figures_of(records)
     assert len(figures.reasons) == MAX_REASONS + 1
-    assert figures.reasons["other reasons"] == 100 - MAX_REASONS
+    assert figures.reasons["other reasons"] == 26 - MAX_REASONS
     assert max(map(len, figures.reasons)) < 200
     assert figures_of([record(end=End.FAILED)]).reasons == {"no reason given": 1}
+
+
+def test_one_reason_is_one_row_whatever_its_numbers() -> None:
+    records = [record(i, end=End.REFUSED, http_status=429, error=f"Full. Try again in {10 + i} s.") for i in range(30)]
+    records += [record(30, end=End.FAILED, http_status=500, error="Try again in 48 s.")]
+    assert figures_of(records).reasons == {"429 Full. Try again in 10 s.": 30, "500 Try again in 48 s.": 1}
+
+
+def test_each_status_has_a_row() -> None:
+    records = [record(i, end=End.REFUSED, http_status=429, error=chr(ord("a") + i // 2)) for i in range(52)]
+    figures = figures_of([*records, record(52, end=End.FAILED, http_status=500, error="Internal error")])
+    assert figures.reasons["500 Internal error"] == 1
+    assert figures.reasons["other reasons"] == 2 * (26 - MAX_REASONS)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ NUM_GAP_GROUPS = 32
 BUCKET_RATIO = 1.005
 _FIRST_BUCKET_NS = 1000.0
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s|m)")
+_WORD_WITH_DIGITS = re.compile(r"\S*\d\S*")
 _UNIT_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9}
 
 
@@ -151,11 +152,13 @@ class Samples:
         if not records:
             raise ConfigError("No request was recorded.", remedy="Ask for at least one request.")
         records = sorted(records, key=lambda record: (record.intended_ns, record.index))
-        told = [_reason(record) for record in records]
-        reasons = ("", *(reason for reason, _ in Counter(filter(None, told)).most_common(MAX_REASONS)))
-        if len(reasons) <= len(set(told) - {""}):
-            reasons = (*reasons, "other reasons")
-        known = {reason: position for position, reason in enumerate(reasons)}
+        kinds = [_kind(record) for record in records]
+        ranked = [kind for kind, _ in Counter(kinds).most_common() if kind is not None]
+        first_of = {kind[0]: kind for kind in reversed(ranked)}
+        kept = [kind for rank, kind in enumerate(ranked) if rank < MAX_REASONS or kind is first_of[kind[0]]]
+        examples = {kind: _reason(record) for kind, record in zip(reversed(kinds), reversed(records), strict=True)}
+        reasons = ("", *(examples[kind] for kind in kept), *(["other reasons"] if len(kept) < len(ranked) else []))
+        known = {None: 0} | {kind: position for position, kind in enumerate(kept, start=1)}
         by_size = Counter(record.tenant for record in records)
         tenants = tuple(name for name, _ in by_size.most_common())
         positions = {name: position for position, name in enumerate(tenants)}
@@ -169,7 +172,7 @@ class Samples:
         columns |= {
             "longest_gap_ns": [max(record.gaps_ns, default=None) for record in records],
             "end": [ENDS.index(record.end) for record in records],
-            "reason": [known.get(reason, len(reasons) - 1) for reason in told],
+            "reason": [known.get(kind, len(reasons) - 1) for kind in kinds],
             "tenant": [positions[record.tenant] for record in records],
         }
         return cls(
@@ -241,11 +244,20 @@ def _gaps_of(records: Sequence[Record]) -> GapHistogram:
     return GapHistogram.of([_ints(gap for record in group for gap in record.gaps_ns) for group in groups])
 
 
-def _reason(record: Record) -> str:
+def _kind(record: Record) -> tuple[int, str] | None:
+    """Return what requests that failed for one reason have in common: the status, and the text without numbers."""
     if record.end not in (End.REFUSED, End.FAILED):
-        return ""
-    told = " ".join(record.error.split())[:160]
-    return " ".join(filter(None, [f"{record.http_status}" if record.http_status else "", told])) or "no reason given"
+        return None
+    return record.http_status, _WORD_WITH_DIGITS.sub("#", _short(record.error))
+
+
+def _reason(record: Record) -> str:
+    status = f"{record.http_status}" if record.http_status else ""
+    return f"{status} {_short(record.error)}".strip() or "no reason given"
+
+
+def _short(error: str) -> str:
+    return " ".join(error.split())[:160]
 
 
 @dataclass(frozen=True, slots=True)
