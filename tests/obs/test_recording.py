@@ -288,6 +288,19 @@ def test_the_time_of_a_small_model_is_the_hosts(tmp_path: Path) -> None:
     assert slices[1:4] == [("schedule", 0, 10), ("draft", 10, 20), ("commit", 80, 5)]
 
 
+def test_masks_beside_a_step_leave_the_idle_time_as_it_is(tmp_path: Path) -> None:
+    recorder = make_recorder(tmp_path / "r")
+    for step_id, at_ns in enumerate((0, 100, 400)):  # between the last two, nothing runs for 200 ns
+        stats = step_stats(step_id, [RowPlan("a", step_id, 1, (), 1)], at_ns)
+        recorder.on_step(replace(stats, ended_ns=at_ns + 95, parts_ns={"execute": 90}))
+        recorder.on_turn({"schedule": 5, "commit": 5, "grammar": 80, "output": 10})
+    recorder.close()
+    *_, grammar, output, other = recording_lines(open_recording(tmp_path / "r"))
+    assert grammar.split() == ["grammar", "48.5%", "mostly", "beside", "execute"]
+    assert output.split()[2:] == ["mostly", "beside", "execute"]
+    assert other.split()[:2] == ["other", "22.2%"], "205 ns less the parts that may have run in them"
+
+
 def test_ends_come_in_the_order_in_which_they_happened(tmp_path: Path) -> None:
     recorder = make_recorder(tmp_path / "r")
     for name in "abc":
@@ -349,6 +362,7 @@ def test_parts_are_turned_over_within_the_size(tmp_path: Path) -> None:
     (request,) = found.requests()
     assert request.arrival.is_repeated, "each part says of whom it speaks"
     assert len(list(open_recording(part_path(path, 2)).steps())) < len(steps), "an older part ends where it ends"
+    assert any(line.startswith("1 requests, 0 of them ended") for line in recording_lines(found))
 
 
 def test_the_queue_is_bounded_by_rows_and_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

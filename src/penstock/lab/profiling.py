@@ -12,7 +12,7 @@ from penstock.lab.recording import Arrival, Departure, Lost, Recording, StepDone
 from penstock.lab.step_counts import counts_of
 from penstock.lab.steps import ENGINE_PARTS
 from penstock.types.plan import StepShape
-from penstock.types.stats import HOST_PARTS
+from penstock.types.stats import HOST_PARTS, PLANNING_PARTS
 
 _PART_ORDER = (TOTAL, "linear", "attention", "sampling", "rows", "other", HOST)
 
@@ -82,7 +82,9 @@ def kernel_lines(kernels: KernelTables) -> Iterator[str]:
 def recording_lines(recording: Recording) -> Iterator[str]:
     header = recording.header
     parts_ns: defaultdict[str, int] = defaultdict(int)
-    num_steps = num_rows = num_tokens = num_padding = num_guesses = num_accepted = num_lost = num_arrivals = num_ended = 0
+    num_steps = num_rows = num_tokens = num_padding = num_guesses = num_accepted = num_lost = num_ended = 0
+    seen: set[int] = set()
+    idle_ns = host_ns = 0
     first_ns = last_ns = None
     for event in recording.events():
         match event:
@@ -93,18 +95,22 @@ def recording_lines(recording: Recording) -> Iterator[str]:
                 num_padding += sum(row.query_len for row in event.rows if row.id < 0)
                 num_guesses += sum(row.samples - 1 for row in event.rows if row.samples)
                 num_accepted += sum(row.num_accepted for row in event.rows)
-                first_ns = event.planned_ns if first_ns is None else first_ns
+                if first_ns is None or last_ns is None:
+                    first_ns = last_ns = event.planned_ns
+                idle_ns += max(0, event.planned_ns - last_ns - host_ns)
+                host_ns = sum(event.parts_ns.get(part, 0) for part in HOST_PARTS if part not in PLANNING_PARTS)
                 last_ns = event.ended_ns
                 for part, part_ns in event.parts_ns.items():
                     parts_ns[part] += part_ns
             case Arrival():
-                num_arrivals += not event.is_repeated
+                seen.add(event.id)
             case Departure():
+                seen.add(event.id)
                 num_ended += 1
             case Lost():
                 num_lost += event.count
     yield f"{header.model}, {header.machine.get('cpu', '')}, begun {header.began}, configuration {header.config}"
-    yield f"{num_arrivals} requests, {num_ended} of them ended; {num_steps} steps; {num_lost} reports were lost"
+    yield f"{len(seen)} requests, {num_ended} of them ended; {num_steps} steps; {num_lost} reports were lost"
     if first_ns is None or last_ns is None or last_ns <= first_ns:
         return
     span_ns = last_ns - first_ns
@@ -115,19 +121,20 @@ def recording_lines(recording: Recording) -> Iterator[str]:
         right = num_accepted / num_guesses
         yield f"{num_guesses / num_tokens:.1%} of the computed tokens are guesses, {right:.1%} of them right"
     yield f"{span_ns / 1e9:.1f} s from the first step to the last:"
-    yield from _shares(parts_ns, span_ns)
+    yield from _shares(parts_ns, span_ns, idle_ns, header.depth)
 
 
-def _shares(parts_ns: Mapping[str, int], span_ns: int) -> Iterator[str]:
+def _shares(parts_ns: Mapping[str, int], span_ns: int, idle_ns: int, depth: int) -> Iterator[str]:
     own = {part: ns for part, ns in parts_ns.items() if part not in ENGINE_PARTS}
     engine = [part for part in (TOTAL, *HOST_PARTS) if part in parts_ns]
+    beside = HOST_PARTS if depth > 1 else ("grammar", "output") if "grammar" in parts_ns else ()
     for part in engine:
-        yield f"  {part:12}{parts_ns[part] / span_ns:8.1%}"
+        yield f"  {part:12}{parts_ns[part] / span_ns:8.1%}{'   mostly beside execute' if part in beside else ''}"
         if part == TOTAL:
             for name, part_ns in own.items():
                 yield f"    {name:10}{part_ns / span_ns:8.1%}"
     rest_ns = span_ns - sum(parts_ns[part] for part in engine)
-    yield f"  {'other':12}{rest_ns / span_ns:8.1%}   idle, or between parts"
+    yield f"  {'other':12}{max(idle_ns, rest_ns) / span_ns:8.1%}   idle, or between parts"
 
 
 def _order(part: str) -> int:
