@@ -290,6 +290,18 @@ def test_a_turn_follows_the_answer_and_finds_its_conversation_in_the_cache() -> 
     assert second.num_cached_tokens == 49, "prompt and answer, but for the last token, which was never computed"
 
 
+def test_a_prompt_with_blocks_of_an_answer_finds_the_answer_in_the_cache() -> None:
+    jobs = [
+        Job(arrival_ns=0, num_prompt_tokens=40, num_output_tokens=30, prefix=(1, 2, 3), answer=(4, 5, 6)),
+        Job(arrival_ns=10**9, num_prompt_tokens=90, num_output_tokens=2, prefix=(1, 2, 4, 5, 7, 8), alike=((7, 6, 5),)),
+        Job(arrival_ns=2 * 10**9, num_prompt_tokens=48, num_output_tokens=2, prefix=(1, 2, 9), alike=((9, 3, 4),)),
+        Job(arrival_ns=3 * 10**9, num_prompt_tokens=48, num_output_tokens=2, prefix=(1, 2, 10)),
+    ]
+    workload = Workload(name="recorded", jobs=jobs, prefix_block_tokens=16)
+    cached = [record.num_cached_tokens for record in simulation().run(workload).records]
+    assert cached == [0, 64 + 5, 32 + 4, 32]
+
+
 def test_a_turn_that_shares_a_prefix_finds_its_whole_conversation_in_the_cache() -> None:
     jobs = [
         Job(arrival_ns=0, num_prompt_tokens=40, num_output_tokens=10, prefix=(7,)),

@@ -274,11 +274,26 @@ HEADER = {
 }
 
 
-def recorded(number: int, arrival: int, reason: str | None, output: int = 0, **more: object) -> list[object]:
+def recorded(number: int, arrival: int, reason: str | None, output: int = 0, **more: object) -> list[dict[str, object]]:
     """A request and its end, if it has one."""
-    begin = {"kind": "request", "id": number, "arrival": arrival, "queued": arrival, "prompt": 20, "max": 99, "tenant": "t"}
+    begin: dict[str, object] = {
+        "kind": "request",
+        "id": number,
+        "arrival": arrival,
+        "queued": arrival,
+        "prompt": 20,
+        "max": 99,
+        "tenant": "t",
+    }
     begin["blocks"] = [1, [number + 10, 0, 0]]
-    end = {"kind": "end", "id": number, "at": arrival + 500, "reason": reason, "first": None, "output": output}
+    end: dict[str, object] = {
+        "kind": "end",
+        "id": number,
+        "at": arrival + 500,
+        "reason": reason,
+        "first": None,
+        "output": output,
+    }
     end |= {"cached": 0, "preempted": 0}
     end["why"] = more.pop("why", "")
     return [begin | more, end] if reason else [begin | more]
@@ -328,6 +343,18 @@ def test_a_recording_is_a_workload_of_what_is_known(file: Path) -> None:
     assert {(job.num_prompt_tokens, job.tenant) for job in workload.jobs} == {(20, "t")}
     assert workload.jobs[1].priority == 3
     assert [job.arrival_ns for job in read_workload(file, max_requests=4).jobs] == [0, 1000, 2000, 3000]
+
+
+def test_a_recorded_conversation_keeps_the_blocks_of_its_answers(file: Path) -> None:
+    first, end = recorded(0, 1000, "stop", 30)
+    second, other_end = recorded(1, 2000, "stop", 7, prompt=60, blocks=[1, 2, 3, [5, 4, 2]])
+    file.write_text(compact([HEADER, first, end | {"blocks": [2, 3, 4]}, second, other_end | {"cached": 48}]))
+    workload = read_workload(file)
+    assert [(job.prefix, job.alike, job.answer) for job in workload.jobs] == [
+        ((1, 10), (), (2, 3, 4)),
+        ((1, 2, 3, 5), ((5, 4, 2),), ()),
+    ]
+    assert workload.name == "requests.txt, 60.0% of prompt tokens cached when recorded"
 
 
 def test_a_recording_of_another_version_is_an_error_that_says_so(file: Path) -> None:

@@ -84,6 +84,21 @@ def test_repeat_shares_what_was_shared_and_makes_the_rest_anew() -> None:
     assert blocks[5][1] == blocks[4][1] not in {1, 2, 3, 4, *blocks[3]}, "one conversation goes on with its own"
 
 
+def test_repeat_makes_recorded_conversations_anew() -> None:
+    jobs = [
+        Job(arrival_ns=0, num_prompt_tokens=40, num_output_tokens=30, prefix=(7, 1, 2), answer=(3, 4, 5)),
+        Job(arrival_ns=10, num_prompt_tokens=90, num_output_tokens=1, prefix=(7, 1, 3, 4, 6), alike=((6, 5, 5),)),
+        Job(arrival_ns=20, num_prompt_tokens=20, num_output_tokens=1, prefix=(7, 8)),
+    ]
+    twice = repeat(Workload(name="w", jobs=jobs, prefix_block_tokens=16), 2).jobs
+    assert list(twice[:3]) == jobs
+    first, second, _ = twice[3:]
+    assert first.prefix[0] == second.prefix[0] == 7, "two conversations share it"
+    assert second.prefix[:4] == (*first.prefix[:2], *first.answer[:2])
+    assert second.alike == ((second.prefix[4], first.answer[2], 5),)
+    assert not {*first.prefix[1:], *first.answer, *second.prefix[1:]} & {1, 2, 3, 4, 5, 6}
+
+
 def test_repeat_goes_on_after_a_mean_gap(talks: Workload) -> None:
     twice = repeat(talks, 2)
     assert afters(twice) == [None, 0, None, None, 3, 4, None, 6, None, None, 9, 10]
@@ -125,6 +140,15 @@ def test_a_block_that_a_cap_cuts_is_no_longer_shared() -> None:
         name="w", jobs=[job(prompt=1030, prefix=(1, 2, 3)), job(prompt=513, prefix=(1, 4))], prefix_block_tokens=512
     )
     assert [job.prefix for job in cap_lengths(workload, max_prompt_tokens=600).jobs] == [(1,), (1, 4)]
+
+
+def test_answers_are_divided_with_their_blocks_and_dropped_after_a_prompt_that_is_cut() -> None:
+    some = job(prompt=40, output=30, prefix=(1, 2, 3), alike=((3, 9, 6),), answer=(4, 5, 6))
+    workload = Workload(name="w", jobs=[some], prefix_block_tokens=16)
+    (divided,) = divide_lengths(workload, 2).jobs
+    assert (divided.alike, divided.answer) == (((3, 9, 3),), (4, 5, 6))
+    assert cap_lengths(workload, max_prompt_tokens=20).jobs[0].answer == ()
+    assert cap_lengths(workload, max_output_tokens=20).jobs[0].answer == (4, 5, 6)
 
 
 def test_speed_moves_every_instant() -> None:

@@ -340,11 +340,11 @@ def _recorded(path: Path, max_requests: int | None) -> Workload:
 
     Requests that did not end, failed, were refused, used beam search or ran in the background are left out. Clients that
     cancelled do so again: after as many tokens, or at the same time if there were none. Adapters are ignored. The workload's
-    name says how many requests were left out or had an adapter.
+    name says how many requests were left out or had an adapter, and what share of the prompts was cached.
     """
     recording = open_recording(path)
     jobs: list[Job] = []
-    num_background = num_left_out = num_adapted = 0
+    num_background = num_left_out = num_adapted = num_cached = 0
     for request in sorted(recording.requests(), key=lambda request: request.arrival.arrival_ns):
         if len(jobs) == max_requests:
             break
@@ -355,6 +355,7 @@ def _recorded(path: Path, max_requests: int | None) -> Workload:
         else:
             jobs.append(job)
             num_adapted += request.arrival.adapter != BASE
+            num_cached += 0 if request.departure is None else request.departure.num_cached_tokens
     name = path.name if max_requests is None else f"{path.name}, first {max_requests}"
     without = [counted(num_background, "background request")] if num_background else []
     if num_left_out:
@@ -363,6 +364,8 @@ def _recorded(path: Path, max_requests: int | None) -> Workload:
         name += f" without {' and '.join(without)}"
     if num_adapted:
         name += f", {num_adapted} of adapters taken as the base's"
+    if num_cached:
+        name += f", {num_cached / sum(job.num_prompt_tokens for job in jobs):.1%} of prompt tokens cached when recorded"
     return _trace(path, name, jobs, prefix_block_tokens=recording.header.block_size)
 
 
@@ -382,6 +385,8 @@ def _recorded_job(request: RecordedRequest) -> Job | None:
         cancelled_ns=departure.at_ns if has_left and not num_generated else None,
         cancelled_after_tokens=num_generated if has_left and num_generated else None,
         prefix=tuple(block.id for block in arrival.blocks),
+        alike=tuple((block.id, block.like, block.num_like) for block in arrival.blocks if block.num_like),
+        answer=tuple(block.id for block in departure.blocks) if arrival.blocks else (),
     )
 
 

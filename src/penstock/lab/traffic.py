@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Protocol
 
 from penstock.admission.ask import Ask
@@ -31,14 +32,30 @@ _FIRST_TOKEN_ID = 2
 
 
 class Prompts:
-    """Maker of prompts as token ids. Two prompts share exactly the prefix that their jobs do (`Job.prefix`, `Job.after`)."""
+    """Maker of prompts as token ids. Two prompts share exactly the prefix that their jobs do (`Job.prefix`, `Job.after`).
+
+    Blocks of answers (`Job.answer`) have the tokens that the simulated server generates. Different answers to equal prompts
+    are equal there.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self._jobs = workload.jobs
         self._block_tokens = workload.prefix_block_tokens
         self._block_numbers: dict[int, int] = {}
+        self._known: dict[int, tuple[int, ...]] = {}
+        """Id of a block -> its tokens, for blocks of answers and those that begin like another one."""
         self._histories: dict[int, tuple[int, ...]] = {}
         """Index of a job -> tokens of its prompt and answer, for the next turn of its conversation."""
+        answer = (TOKEN_ID,) * self._block_tokens
+        for job in workload.jobs:
+            for block_id, other, num_alike in job.alike:
+                self._known.setdefault(block_id, self._block(other)[:num_alike] + self._block(block_id)[num_alike:])
+            if job.answer:
+                num_full, num_more = divmod(job.num_prompt_tokens, self._block_tokens)
+                begin = self._blocks(job.prefix[num_full:])[:num_more]
+                for block_id in job.answer:
+                    self._known[block_id] = begin + answer[len(begin) :]
+                    begin = ()
 
     def make(self, index: int) -> tuple[int, ...]:
         job = self._jobs[index]
@@ -57,11 +74,13 @@ class Prompts:
         self._histories[index] = prompt_token_ids + (TOKEN_ID,) * num_output_tokens
 
     def _blocks(self, prefix: Sequence[int]) -> tuple[int, ...]:
+        return tuple(chain.from_iterable(map(self._block, prefix)))
+
+    def _block(self, block_id: int) -> tuple[int, ...]:
+        if (known := self._known.get(block_id)) is not None:
+            return known
         numbers = self._block_numbers
-        token_ids: list[int] = []
-        for block_id in prefix:
-            token_ids += [_FIRST_TOKEN_ID + 1 + 2 * numbers.setdefault(block_id, len(numbers))] * self._block_tokens
-        return tuple(token_ids)
+        return (_FIRST_TOKEN_ID + 1 + 2 * numbers.setdefault(block_id, len(numbers)),) * self._block_tokens
 
 
 class Service(Protocol):

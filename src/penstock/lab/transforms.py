@@ -58,17 +58,25 @@ def cut(workload: Workload, count: int) -> list[Workload]:
 def repeat(workload: Workload, times: int) -> Workload:
     """Repeat a workload `times` times in a row, with one mean gap between repeats.
 
-    Prefix blocks that several conversations share stay shared. Other blocks get new ids, or a cache would find them.
+    Prefix blocks that several conversations share stay shared. Other blocks get new ids, or a cache would find them. A prompt
+    with blocks of an answer continues that answer's conversation.
     """
     _check_at_least_one("The number of repeats", times)
     conversations: dict[int, int] = {}
+    answered: dict[int, int] = {}
     roots: list[int] = []
     for idx, job in enumerate(workload.jobs):
-        roots.append(idx if job.after is None else roots[job.after])
-        for block in job.prefix:
+        before = next((answered[block] for block in job.prefix if block in answered), job.after)
+        roots.append(idx if before is None else roots[before])
+        answered |= dict.fromkeys(job.answer, idx)
+        for block in (*job.prefix, *job.answer):
             if conversations.setdefault(block, roots[idx]) != roots[idx]:
                 conversations[block] = -1
     num_blocks = 1 + max(conversations, default=0)
+
+    def renamed(block: int, nth: int) -> int:
+        return block if conversations.get(block, -1) < 0 else block + nth * num_blocks
+
     instants = [workload.jobs[root].arrival_ns for root in _roots(workload)]
     span_ns = max(instants) - min(instants)
     period_ns = span_ns + round(span_ns / (len(instants) - 1)) if span_ns else 0
@@ -77,7 +85,9 @@ def repeat(workload: Workload, times: int) -> Workload:
         replace(
             at_instants(job, partial(add, nth * period_ns)),
             after=None if job.after is None else job.after + nth * num_jobs,
-            prefix=tuple([block if conversations[block] < 0 else block + nth * num_blocks for block in job.prefix]),
+            prefix=tuple([renamed(block, nth) for block in job.prefix]),
+            alike=tuple([(renamed(block, nth), renamed(other, nth), num) for block, other, num in job.alike]),
+            answer=tuple([renamed(block, nth) for block in job.answer]),
         )
         for nth in range(times)
         for job in workload.jobs
@@ -103,7 +113,14 @@ def divide_lengths(workload: Workload, divisor: int) -> Workload:
         )
     divided = _with_lengths(workload, lambda num_tokens: num_tokens // divisor, lambda num_tokens: num_tokens // divisor)
     shorter = replace(workload, prefix_block_tokens=workload.prefix_block_tokens // divisor)
-    return _changed(shorter, [_fitting_prefix(job, shorter.prefix_block_tokens) for job in divided], f"lengths / {divisor}")
+    jobs = [
+        replace(
+            _fitting_prefix(job, shorter.prefix_block_tokens),
+            alike=tuple((block, other, num_tokens // divisor) for block, other, num_tokens in job.alike),
+        )
+        for job in divided
+    ]
+    return _changed(shorter, jobs, f"lengths / {divisor}")
 
 
 def cap_lengths(workload: Workload, *, max_prompt_tokens: int | None = None, max_output_tokens: int | None = None) -> Workload:
@@ -124,7 +141,7 @@ def cap_lengths(workload: Workload, *, max_prompt_tokens: int | None = None, max
     )
     num_whole = [job.num_prompt_tokens // (workload.prefix_block_tokens or 1) for job in cut]
     jobs = [
-        job if job.num_prompt_tokens == old.num_prompt_tokens else replace(job, prefix=job.prefix[:whole])
+        job if job.num_prompt_tokens == old.num_prompt_tokens else replace(job, prefix=job.prefix[:whole], answer=())
         for job, old, whole in zip(cut, workload.jobs, num_whole, strict=True)
     ]
     kept: set[int] = set()
@@ -187,6 +204,7 @@ def converse(workload: Workload, num_turns: int) -> Workload:
                     after=idx - 1,
                     num_prompt_tokens=history + job.num_prompt_tokens,
                     prefix=before.prefix[:full],
+                    answer=(),
                     prompt_token_ids=(),
                     tenant=before.tenant,
                 )

@@ -39,6 +39,10 @@ class Job:
     """Index of the previous job in the same conversation, or None. It is smaller than this job's index."""
     prefix: tuple[int, ...] = ()
     """Ids of the prompt's blocks of `Workload.prefix_block_tokens` each. Blocks with equal ids have equal tokens."""
+    alike: tuple[tuple[int, int, int], ...] = ()
+    """(block, other, n): blocks of the prompt whose first `n` tokens are those of another block."""
+    answer: tuple[int, ...] = ()
+    """Ids of the blocks after the prompt's last full one, to the end of the answer. Later prompts may begin with them."""
     prompt: str | None = None
     """The text to send, or the new message of a conversation. None means any text of that length."""
     prompt_token_ids: tuple[int, ...] = ()
