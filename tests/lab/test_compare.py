@@ -329,7 +329,22 @@ def test_a_few_answers_are_not_enough_to_pass_by_their_share_alone() -> None:
     few = result_of(some_refused(1, 3))
     found = compared(few, few)
     assert by_name(found)["answered"].change is not None
-    assert not found.has_tested
+    assert found.is_unknown(0.05)
+
+
+def test_failures_in_a_row_are_not_passed_over_though_they_may_have_one_cause() -> None:
+    records = random_records(1, 400)
+    crashed = [one if i < 40 else record(i, due_ms=one.intended_ns / 1e6, end=End.FAILED) for i, one in enumerate(records)]
+    found = compared(result_of(run_of(records)), result_of(run_of(crashed)))
+    assert by_name(found)["answered"].change is None
+    assert found.is_unknown(0.05)
+    assert not found.is_unknown(0.95)
+    assert not compared(result_of(run_of(crashed)), result_of(run_of(records))).is_unknown(0.05)
+
+
+def test_the_same_refusal_in_each_of_three_tiny_runs_is_not_certain() -> None:
+    before, after = (result_of(*(some_refused(seed, num_ok, count=5) for seed in (1, 2, 3))) for num_ok in (5, 4))
+    assert by_name(compared(before, after))["answered"].change is None
 
 
 def test_rates_of_a_steady_part_are_not_compared_with_those_of_a_whole_run() -> None:

@@ -53,7 +53,7 @@ def _fail_if_worse(all_compared: Sequence[Compared], limit: float | None, asked:
     names = [f"{one.figure} ({one.words}{f', at {load}' if load else ''})" for load, one in worse]
     if names:
         raise PenstockError(f"{counted(len(names), 'figure')} worse by more than {asked}: {', '.join(names)}.")
-    if not all(compared.has_tested for compared in all_compared):
+    if any(compared.is_unknown(limit) for compared in all_compared):
         raise PenstockError(
             f"It is unknown whether a figure is worse by more than {asked}: too few requests were answered on a side.",
             remedy="Send more requests, and check why those sent were not answered.",

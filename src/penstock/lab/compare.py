@@ -95,11 +95,15 @@ class Compared:
     comparisons: Sequence[Comparison]
     notes: Sequence[str]
 
-    @property
-    def has_tested(self) -> bool:
-        """Whether a latency or a rate was tested. Too few answers for those still have a share."""
-        tested = (difference for one in self.comparisons for difference in one.differences if difference.change is not None)
-        return any(difference.figure not in SHARES for difference in tested)
+    def is_unknown(self, by: float) -> bool:
+        """Return whether no latency and no rate was tested, or the share answered is lower by more than `by`, but untested.
+
+        It is untested if the failures come in a row, as after a crash: then they may have had one cause.
+        """
+        differences = [difference for one in self.comparisons for difference in one.differences]
+        return all(one.change is None or one.figure in SHARES for one in differences) or any(
+            one.figure == "answered" and one.change is None and one.after < one.before * (1 - by) for one in differences
+        )
 
     def worse(self, by: float) -> list[tuple[str, Difference]]:
         """Return figures, with their loads, that are worse beyond noise and by more than the share `by`."""
@@ -211,6 +215,7 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
             spread = replace(spread, error=max(spread.error, math.log(BUCKET_RATIO) / 2))
         if spread and name in SHARES:  # repeats in which as many requests failed look certain, and are not
             spread = max(spread, _spread_of_intervals(values) or spread, key=lambda one: one.error)
+            spread = spread if spread.error else None
         named = Difference(
             figure=name,
             is_higher_better=name in (*RATES, *SHARES),
