@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -109,6 +110,22 @@ def test_one_reason_is_one_row_whatever_its_numbers() -> None:
     records = [record(i, end=End.REFUSED, http_status=429, error=f"Full. Try again in {10 + i} s.") for i in range(30)]
     records += [record(30, end=End.FAILED, http_status=500, error="Try again in 48 s.")]
     assert figures_of(records).reasons == {"429 Full. Try again in 10 s.": 30, "500 Try again in 48 s.": 1}
+
+
+def test_long_texts_with_other_numbers_and_ids_are_one_reason() -> None:
+    words, ids = " word" * 60, ("8f14e45f-ceea-467f", "c9f0f895-fb98-4b91-aa3e")
+    records = [record(i, end=End.FAILED, error=f"Request {ids[i % 2]} waits {10**i} s.{words}") for i in range(5)]
+    assert list(figures_of(records).reasons.values()) == [5]
+
+
+@pytest.mark.parametrize("texts", [('{"code":1,"text":"a"}', '{"code":1,"text":"b"}'), ("48秒后重试", "内部错误5")])
+def test_texts_without_spaces_are_told_apart(texts: Sequence[str]) -> None:
+    assert len(figures_of([record(end=End.FAILED, error=text) for text in texts]).reasons) == 2
+
+
+def test_reasons_that_look_equal_when_cut_are_counted_together() -> None:
+    records = [record(end=End.FAILED, error=f"{'1' * 200} {text}") for text in "aab"]
+    assert list(figures_of(records).reasons.values()) == [3]
 
 
 def test_each_status_has_a_row() -> None:

@@ -45,7 +45,7 @@ NUM_GAP_GROUPS = 32
 BUCKET_RATIO = 1.005
 _FIRST_BUCKET_NS = 1000.0
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(us|ms|s|m)")
-_WORD_WITH_DIGITS = re.compile(r"\S*\d\S*")
+_NUMBER_OR_ID = re.compile(r"(?<![\w.,-])[a-zA-Z_.,-]*\d[\w.,-]*", re.ASCII)
 _UNIT_NS = {"us": 10**3, "ms": 10**6, "s": 10**9, "m": 60 * 10**9}
 
 
@@ -157,8 +157,9 @@ class Samples:
         first_of = {kind[0]: kind for kind in reversed(ranked)}
         kept = [kind for rank, kind in enumerate(ranked) if rank < MAX_REASONS or kind is first_of[kind[0]]]
         examples = {kind: _reason(record) for kind, record in zip(reversed(kinds), reversed(records), strict=True)}
-        reasons = ("", *(examples[kind] for kind in kept), *(["other reasons"] if len(kept) < len(ranked) else []))
-        known = {None: 0} | {kind: position for position, kind in enumerate(kept, start=1)}
+        shown = ("", *(examples[kind] for kind in kept), *(["other reasons"] if len(kept) < len(ranked) else []))
+        reasons = tuple(dict.fromkeys(shown))  # the cut texts of two kinds may be equal
+        known = {None: 0} | {kind: reasons.index(examples[kind]) for kind in kept}
         by_size = Counter(record.tenant for record in records)
         tenants = tuple(name for name, _ in by_size.most_common())
         positions = {name: position for position, name in enumerate(tenants)}
@@ -245,19 +246,15 @@ def _gaps_of(records: Sequence[Record]) -> GapHistogram:
 
 
 def _kind(record: Record) -> tuple[int, str] | None:
-    """Return what requests that failed for one reason have in common: the status, and the text without numbers."""
+    """Return what requests that failed for one reason have in common: the status, and the text without numbers and ids."""
     if record.end not in (End.REFUSED, End.FAILED):
         return None
-    return record.http_status, _WORD_WITH_DIGITS.sub("#", _short(record.error))
+    return record.http_status, _NUMBER_OR_ID.sub("#", record.error)
 
 
 def _reason(record: Record) -> str:
     status = f"{record.http_status}" if record.http_status else ""
-    return f"{status} {_short(record.error)}".strip() or "no reason given"
-
-
-def _short(error: str) -> str:
-    return " ".join(error.split())[:160]
+    return f"{status} {' '.join(record.error.split())[:160]}".strip() or "no reason given"
 
 
 @dataclass(frozen=True, slots=True)
