@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -97,6 +98,19 @@ def test_repeat_makes_recorded_conversations_anew() -> None:
     assert second.prefix[:4] == (*first.prefix[:2], *first.answer[:2])
     assert second.alike == ((second.prefix[4], first.answer[2], 5),)
     assert not {*first.prefix[1:], *first.answer, *second.prefix[1:]} & {1, 2, 3, 4, 5, 6}
+
+
+def test_repeat_tells_a_turn_after_a_short_answer_from_another_conversation() -> None:
+    jobs = [
+        Job(arrival_ns=0, num_prompt_tokens=40, num_output_tokens=5, prefix=(7, 1, 2), answer=(3,)),
+        Job(arrival_ns=10, num_prompt_tokens=60, num_output_tokens=1, prefix=(7, 1, 4, 5), alike=((4, 3, 13),)),
+        Job(arrival_ns=20, num_prompt_tokens=42, num_output_tokens=1, prefix=(7, 8, 9)),
+    ]
+    workload = Workload(name="w", jobs=jobs, prefix_block_tokens=16)
+    first, second, _ = repeat(workload, 2).jobs[3:]
+    assert first.prefix[:2] == second.prefix[:2] != (7, 1), "its first new block has the answer"
+    jobs[1] = replace(jobs[1], alike=((4, 3, 8),))
+    assert repeat(workload, 2).jobs[3].prefix[:2] == (7, 1), "another question after the same prompt"
 
 
 def test_repeat_goes_on_after_a_mean_gap(talks: Workload) -> None:

@@ -63,12 +63,16 @@ def repeat(workload: Workload, times: int) -> Workload:
     """
     _check_at_least_one("The number of repeats", times)
     conversations: dict[int, int] = {}
-    answered: dict[int, int] = {}
+    answered: dict[int, tuple[int, int]] = {}
+    """Id of an answer's block -> the job's index, and how many of the block's tokens are the prompt's."""
     roots: list[int] = []
     for idx, job in enumerate(workload.jobs):
-        before = next((answered[block] for block in job.prefix if block in answered), job.after)
+        equal = [(block, workload.prefix_block_tokens) for block in job.prefix] + [(other, num) for _, other, num in job.alike]
+        continued = (answered[block][0] for block, num in equal if block in answered and num > answered[block][1])
+        before = next(continued, job.after)
         roots.append(idx if before is None else roots[before])
-        answered |= dict.fromkeys(job.answer, idx)
+        for nth, block in enumerate(job.answer):
+            answered[block] = idx, 0 if nth else job.num_prompt_tokens % workload.prefix_block_tokens
         for block in (*job.prefix, *job.answer):
             if conversations.setdefault(block, roots[idx]) != roots[idx]:
                 conversations[block] = -1
