@@ -129,7 +129,7 @@ def _shares(parts_ns: Mapping[str, int], span_ns: int, idle_ns: int, depth: int)
     engine = [part for part in (TOTAL, *HOST_PARTS) if part in parts_ns]
     beside = HOST_PARTS if depth > 1 else ("grammar", "output") if "grammar" in parts_ns else ()
     for part in engine:
-        yield f"  {part:12}{parts_ns[part] / span_ns:8.1%}{'   mostly beside execute' if part in beside else ''}"
+        yield f"  {part:12}{parts_ns[part] / span_ns:8.1%}{'   may overlap execute' if part in beside else ''}"
         if part == TOTAL:
             for name, part_ns in own.items():
                 yield f"    {name:10}{part_ns / span_ns:8.1%}"
