@@ -74,7 +74,7 @@ def begin_jobs() -> dict[str, str]:
 def close(schema: Any) -> None:
     if isinstance(schema, dict):
         if "properties" in schema:
-            schema["additionalProperties"] = False
+            schema.setdefault("additionalProperties", False)
         for inner in schema.values():
             close(inner)
     elif isinstance(schema, list):

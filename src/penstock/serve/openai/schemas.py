@@ -207,7 +207,7 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
 
     parallel_tool_calls: bool | None = None
     """False allows at most one call."""
-    tool_choice: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = None
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})] = None
     """`read` checks this field, `function_call` and `functions`."""
     function_call: Annotated[Any, WithJsonSchema({"enum": ["none", "auto"]})] = None
     functions: Annotated[Any, WithJsonSchema({"type": "array", "maxItems": 0})] = None

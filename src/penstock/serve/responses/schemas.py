@@ -121,7 +121,7 @@ class ResponsesBody(Body):
     reasoning: ReasoningOptions | None = None
     tools: Annotated[Any, WithJsonSchema({"type": "array", "items": {"type": "object"}, "maxItems": MAX_TOOLS})] = None
     """`tools` checks this field."""
-    tool_choice: Annotated[Any, WithJsonSchema({"type": ["string", "object"]})] = None
+    tool_choice: Annotated[Any, WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}]})] = None
     """`read` checks this field."""
     parallel_tool_calls: bool | None = None
     """False allows at most one call."""
