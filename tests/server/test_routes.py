@@ -304,6 +304,24 @@ async def test_no_place_is_kept_for_a_request_that_another_model_answers(busy_mo
         await asyncio.gather(*held)
 
 
+AGREED = AgreementConfig(weak="large", strong="small", least=0.5)
+
+
+@pytest.mark.parametrize("route", [FALLBACK, replace(FALLBACK, by=AGREED)], ids=["fallback", "agreement"])
+async def test_calls_that_a_keys_limit_refuses_get_times_apart(models, tmp_path: Path, route: Route) -> None:
+    """No other model is asked for them, so they return to the one that refused."""
+    (tmp_path / "keys.toml").write_text('[[keys]]\nname = "me"\nkey = "the-key-of-mine"\nrequests_per_minute = 6\n')
+    async with make_client(*models, routes=[route], api_keys_file=str(tmp_path / "keys.toml")) as client:
+        client.headers["Authorization"] = "Bearer the-key-of-mine"
+        answers = [
+            await client.post("/v1/completions", json={"model": "auto", "prompt": f"{number}", "max_tokens": 2})
+            for number in range(9)
+        ]
+    assert [one.status_code for one in answers] == [200] * 6 + [429] * 3
+    waits_s = [int(one.headers["retry-after"]) for one in answers[6:]]
+    assert waits_s == pytest.approx([10, 20, 30], abs=5)
+
+
 async def test_when_all_refuse_the_last_refusal_is_the_answer(models) -> None:
     async with make_client(*models, routes=[FALLBACK], load_timeout_s=0.05) as client:
         models[0].leave()

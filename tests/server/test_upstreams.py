@@ -335,6 +335,14 @@ async def test_tenants_limits_of_the_server_hold_there_too(near, tmp_path: Path)
         assert len(server.asked) == 2
 
 
+async def test_calls_that_a_tenants_limit_refuses_there_get_times_apart(near) -> None:
+    async with clients(near, answers(200, whole()), tenant_tokens_per_minute=300) as (client, _server):
+        found = [await client.post(CHAT, json=BODY | {"max_tokens": 300, "seed": number}) for number in range(3)]
+    assert [one.status_code for one in found] == [200, 429, 429]
+    first_s, second_s = [int(one.headers["retry-after"]) for one in found[1:]]
+    assert second_s > first_s + 30
+
+
 async def test_a_stream_costs_its_key_tokens_whether_the_server_counts_them_or_not(near, tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\nname = "a"\nkey = "the-key-of-a"\ntokens_per_minute = 300\n')

@@ -35,7 +35,10 @@ class Conditions:
     is_retry: bool = False
     """The client says that this request is a retry."""
     returns: bool = True
-    """False if a refused call is not repeated: another model is asked next, or the server itself made the call."""
+    """False if a call refused for the load is not repeated: another model is asked next, or the server itself made the call.
+
+    A tenant's limit refuses a call for all models, so the client repeats it in any case.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

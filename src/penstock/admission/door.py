@@ -374,8 +374,7 @@ def _num_prompt_tokens(request: Request | RequestStats) -> int:
 def _demand(view: DoorView) -> Demand:
     ask = view.ask
     num_tokens = view.num_prompt_tokens + ask.num_requests * view.num_new_tokens
-    claim = ask.claim if ask.returns else None
-    return Demand(ask.tenant, ask.limits, num_tokens, view.now_ns, claim, ask.is_retry)
+    return Demand(ask.tenant, ask.limits, num_tokens, view.now_ns, ask.claim, ask.is_retry)
 
 
 def check_deadlines(view: DoorView) -> Refusal | None:

@@ -153,8 +153,7 @@ class Upstream:
         if terms.background or not (self._tenants.has_default or terms.limits is not None):
             return None
         tenant, num_tokens = terms.owner.tenant, forwarded.num_prompt_tokens + forwarded.num_new_tokens
-        claim = claim_of(tenant, data) if terms.returns else None
-        return Demand(tenant, terms.limits, num_tokens, self.clock.now_ns(), claim, terms.is_retry)
+        return Demand(tenant, terms.limits, num_tokens, self.clock.now_ns(), claim_of(tenant, data), terms.is_retry)
 
     @contextlib.contextmanager
     def _open(self, terms: Terms, demand: Demand | None, forwarded: Forwarded, span: Span) -> Iterator[Exchange]:
