@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import time
@@ -418,6 +419,49 @@ async def test_who_fails_does_not_count_and_a_busy_judge_neither(models, monkeyp
         monkeypatch.setattr(models[0].admission, "decide", refuse)
         answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"})
         assert answer.status_code == 429
+
+
+async def fill(client, running: RunningModel) -> list[asyncio.Task]:
+    """Have two requests wait for a model whose executor is gated and whose queue has room for one."""
+    body = {"model": running.name, "prompt": "a", "max_tokens": 2}
+    held = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(2)]
+    await until(lambda: running.engine.load().num_running + running.engine.load().num_waiting == 2)
+    return held
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 2}], ids=["one answer", "several"])
+async def test_calls_that_a_full_ensemble_refuses_get_times_apart(fields: dict) -> None:
+    full = [
+        make_runtime(GatedExecutor(replace(CAPACITY, max_rows=1)), served_names=(name,), aliases=(), max_queue=1)
+        for name in ("small", "large")
+    ]
+    async with make_client(*full, routes=[ensemble()]) as client:
+        held = [task for one in full for task in await fill(client, one)]
+        refused = [await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto", "seed": seed} | fields) for seed in range(4)]
+        assert [one.status_code for one in refused] == [429] * 4
+        waits_ms = [int(one.headers["retry-after-ms"]) for one in refused]
+        assert all(later > wait for wait, later in itertools.pairwise(waits_ms)), waits_ms
+        assert sum(len(one.admission._promises._later) for one in full) == 4, "one place for each call"
+        for one in full:
+            one.engine._executor.open()
+        await asyncio.gather(*held)
+    for one in full:
+        one.close()
+
+
+@pytest.mark.parametrize("name", ["small", "large"])
+async def test_a_full_member_keeps_no_place_for_a_call_that_another_answers(models, name: str) -> None:
+    """Whichever of them is asked first."""
+    full = make_runtime(GatedExecutor(replace(CAPACITY, max_rows=1)), served_names=(name,), aliases=(), max_queue=1)
+    other = next(one for one in models if one.name != name)
+    async with make_client(full, other, routes=[ensemble()]) as client:
+        held = await fill(client, full)
+        answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"})
+        assert answer.headers["x-route"] == f"auto; model={other.name}; alone; failed=1"
+        assert not full.admission._promises._later
+        full.engine._executor.open()
+        await asyncio.gather(*held)
+    full.close()
 
 
 async def test_a_member_that_can_not_answer_this_request_is_left_out(models, monkeypatch) -> None:

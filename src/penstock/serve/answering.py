@@ -174,7 +174,7 @@ async def _calls_of_members(
     for name in ensemble.models:
         others = tuple(one for one in ensemble.models if one != name)
         try:
-            alone = replace(course, routed=replace(routed, model=name, rest=others, ensemble=None))
+            alone = replace(course, routed=replace(routed, model=name, ensemble=None))
             calls[name] = await made({**http.scope, COURSE_KEY: alone})
         except PipelineOpen:
             raise
@@ -193,17 +193,21 @@ async def _answers_of(
 ) -> dict[str, str]:
     """Run calls together, and return the text of each answer by name, in the order of `calls`. `opened` gets what has begun.
 
-    Raises the first failure if none has an answer, and an error that ends the whole request.
+    Raises the last failure if none has an answer, and an error that ends the whole request.
     """
     texts: dict[str, str] = {}
+    left = {*calls}
 
     async def answer(name: str, call: Call) -> None:
         try:
-            opened[name] = one = await run(call, in_flight)
+            # `run` refuses a full model's call before it first waits. If all are full, the client returns to the last one.
+            terms = replace(call.terms, returns=left == {name})
+            opened[name] = one = await run(replace(call, terms=terms), in_flight)
             texts[name] = said_in(one, await whole_answer(one))
         except (ApiError, Rejected, ModelAway) as error:
             if _ends_all(error):
                 raise  # and cancel the others
+            left.remove(name)
             failures.append(error)
 
     try:
@@ -213,7 +217,7 @@ async def _answers_of(
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     if not texts:
-        raise failures[0]
+        raise failures[-1]
     return {name: texts[name] for name in calls if name in texts}
 
 
