@@ -152,6 +152,36 @@ def test_a_model_with_an_adapter_s_name_is_taken_in_once_the_adapter_is_unloaded
     assert deployment.names == ("old", "new")
 
 
+def test_a_model_with_the_name_of_an_adapter_that_no_request_has_named_is_refused(
+    watched: ModelFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = served_of(ModelSource(name="old", kind=catalog.SourceKind.GGUF, path=tmp_path / "old.gguf"))
+    first.adapters = Adapters(folder=tmp_path / "adapters")
+    (tmp_path / "adapters" / "new").mkdir(parents=True)
+    (tmp_path / "adapters" / "new" / "adapter_config.json").touch()
+    (tmp_path / "new.gguf").touch()
+    deployment = Deployment([first], MemoryBudget(), find_new=watched.find_new)
+    with caplog.at_level(logging.ERROR):
+        deployment.look()
+    assert deployment.served == (first,)
+    assert "a model, adapter, route or pipeline has the name 'new'" in caplog.text
+    new = served_of(ModelSource(name="new", kind=catalog.SourceKind.GGUF, path=tmp_path / "new.gguf"))
+    with pytest.raises(ConfigError, match="An adapter of old is called 'new'"):
+        Deployment([first, new], MemoryBudget())
+    (tmp_path / "adapters" / "new" / "adapter_config.json").unlink()
+    deployment.look()
+    assert deployment.names == ("old", "new")
+
+
+def test_models_and_adapters_may_be_in_one_folder(watched: ModelFolder, tmp_path: Path) -> None:
+    first = served_of(ModelSource(name="old", kind=catalog.SourceKind.GGUF, path=tmp_path / "old.gguf"))
+    first.adapters = Adapters(folder=tmp_path)
+    deployment = Deployment([first], MemoryBudget(), find_new=watched.find_new)
+    (tmp_path / "new.gguf").touch()
+    deployment.look()
+    assert deployment.names == ("old", "new")
+
+
 def test_a_server_of_a_folder_leaves_room_for_those_that_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nums: list[int] = []
 

@@ -137,7 +137,7 @@ class _Reading:
 
 
 class Adapters:
-    """A registry of adapters by name. Any thread may call any method. Only `find` and `close` wait for a disk."""
+    """A registry of adapters by name. Any thread may call any method. Only `find`, `look_up` and `close` wait for a disk."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class Adapters:
         with self._changed:
             entry = self._names.get(name)
         is_found = entry is None or entry.is_found
-        path = self._look_up(name) if is_found else entry.path if entry else None  # outside the lock
+        path = self.look_up(name) if is_found else entry.path if entry else None  # outside the lock
         if path is None:
             with self._changed:
                 if entry is not None and self._names.get(name) is entry:
@@ -241,6 +241,19 @@ class Adapters:
                 adapter = entry.adapter = self._add(entry.path, is_trusted=entry.is_trusted)
             adapter.is_doubted = False
             return adapter.refer()
+
+    def look_up(self, name: str) -> Path | None:
+        """Return the path of an adapter in the folder, or None. A link that leaves the folder does not count.
+
+        Reads the disk. Raises OSError.
+        """
+        if self._folder is None or len(name) > _MAX_NAME or not NAME.fullmatch(name):
+            return None
+        for path in (self._folder / name, self._folder / f"{name}.gguf"):
+            is_adapter = (path / CONFIG_FILE).is_file() or (path.suffix == ".gguf" and path.is_file())
+            if is_adapter and _resolved(path).is_relative_to(self._folder):
+                return path
+        return None
 
     def with_content(self, fingerprint: bytes, path: Path) -> AdapterRef:
         """Return the adapter whose files have this hash, as another process of the same cluster read them at `path`.
@@ -399,16 +412,6 @@ class Adapters:
     @cached_property
     def _roots(self) -> list[Path]:
         return [*([] if self._folder is None else [self._folder]), *map(_resolved, self._modules)]
-
-    def _look_up(self, name: str) -> Path | None:
-        """Return the path of an adapter in the folder, or None. A link that leaves the folder does not count."""
-        if self._folder is None or len(name) > _MAX_NAME or not NAME.fullmatch(name):
-            return None
-        for path in (self._folder / name, self._folder / f"{name}.gguf"):
-            is_adapter = (path / CONFIG_FILE).is_file() or (path.suffix == ".gguf" and path.is_file())
-            if is_adapter and _resolved(path).is_relative_to(self._folder):
-                return path
-        return None
 
     # --- for callers that hold the lock ---
 

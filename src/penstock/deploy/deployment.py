@@ -101,6 +101,12 @@ class Deployment:
         check_splits(self.splits, self.names)
         check_routes(routes, self._by_name, self.upstreams)
         check_pipelines(pipelines, self._by_name, self.routes, {*self.upstreams})
+        for name, one in self._by_name.items():
+            if (owner := self._owner_of_adapter(name, one)) is not None:
+                raise ConfigError(
+                    f"An adapter of {owner.name} is called {name!r}, as is a model in --models-dir.",
+                    remedy="Rename one of them.",
+                )
         self.update: Callable[[], Sequence[str]] | None = None
         """Rereads and applies the configuration, and describes the changes. Blocks, and raises PenstockError. None if this
         server can't be updated."""
@@ -138,6 +144,22 @@ class Deployment:
     def adapter_owner(self, name: str) -> ServedModel | None:
         """Return the model with an adapter of this name, among the names known without reading the disk, or None."""
         return next((one for one in self.served if one.adapters is not None and one.adapters.has(name)), None)
+
+    def _owner_of_adapter(self, name: str, model: ServedModel) -> ServedModel | None:
+        """Return the model with an adapter that has the name of `model`, a model in the models' folder, or None.
+
+        Also looks into the folders of adapters on disk. The file of `model` does not count: the folder may be the same.
+        """
+        if model.path is None:
+            return None
+        if (owner := self.adapter_owner(name)) is not None:
+            return owner
+        for one in self.served:
+            with contextlib.suppress(OSError):  # an adapter that can't be read does not answer either
+                path = None if one.adapters is None else one.adapters.look_up(name)
+                if path is not None and path.resolve() != model.path.resolve():
+                    return one
+        return None
 
     def start(self, at_once: Sequence[ServedModel] = ()) -> None:
         """Load the models `at_once`, as far as they fit beside each other, and start the keeper.
@@ -207,7 +229,7 @@ class Deployment:
             found = self._find_new()  # may fail
             refused, self._refused = self._refused, []
             for served in (*refused, *found):
-                taken = [name for name in served.names if self.is_taken(name) or self.adapter_owner(name) is not None]
+                taken = [name for name in served.names if self.is_taken(name) or self._owner_of_adapter(name, served)]
                 if taken:
                     self._refused.append(served)
                     if served not in refused:
