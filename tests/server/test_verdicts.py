@@ -9,6 +9,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -462,6 +463,32 @@ async def test_a_full_member_keeps_no_place_for_a_call_that_another_answers(mode
         full.engine._executor.open()
         await asyncio.gather(*held)
     full.close()
+
+
+@pytest.mark.parametrize("order", [("small", "large"), ("large", "small")], ids=["full last", "full first"])
+async def test_a_call_too_long_for_one_member_comes_back_to_the_full_one(order: tuple[str, str]) -> None:
+    small = make_runtime(HashExecutor(replace(CAPACITY, max_model_len=32)), served_names=("small",), aliases=())
+    large = make_runtime(GatedExecutor(replace(CAPACITY, max_rows=1)), served_names=("large",), aliases=(), max_queue=1)
+    route = Route(name="auto", models=order, by=EnsembleConfig(models=order))
+    async with make_client(small, large, routes=[route]) as client:
+        held = await fill(client, large)
+        body = {"messages": [{"role": "user", "content": "What is red? " * 6}], "max_tokens": 4}
+        statuses = [(await client.post(CHAT, json=body | {"model": name})).status_code for name in ("small", "auto")]
+        assert statuses == [400, 429]
+        large.engine._executor.open()
+        await asyncio.gather(*held)
+    small.close()
+    large.close()
+
+
+async def test_a_call_that_a_keys_limit_refuses_at_two_members_gets_the_later_time(models, tmp_path: Path) -> None:
+    (tmp_path / "keys.toml").write_text('[[keys]]\nname = "me"\nkey = "the-key-of-mine"\nrequests_per_minute = 6\n')
+    async with make_client(*models, routes=[ensemble()], api_keys_file=str(tmp_path / "keys.toml")) as client:
+        client.headers["Authorization"] = "Bearer the-key-of-mine"
+        names = ["small"] * 6 + ["large"] * 8 + ["auto"]
+        answers = [await client.post(CHAT, json=BODIES[CHAT] | {"model": name, "seed": at}) for at, name in enumerate(names)]
+    assert [one.status_code for one in answers] == [200] * 12 + [429] * 3
+    assert int(answers[-1].headers["retry-after"]) == pytest.approx(30, abs=5)
 
 
 async def test_a_member_that_can_not_answer_this_request_is_left_out(models, monkeypatch) -> None:

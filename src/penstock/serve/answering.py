@@ -193,7 +193,7 @@ async def _answers_of(
 ) -> dict[str, str]:
     """Run calls together, and return the text of each answer by name, in the order of `calls`. `opened` gets what has begun.
 
-    Raises the last failure if none has an answer, and an error that ends the whole request.
+    If none has an answer, raises the last failure that may pass, or else the last. Raises an error that ends the whole request.
     """
     texts: dict[str, str] = {}
     left = {*calls}
@@ -214,10 +214,10 @@ async def _answers_of(
         async with asyncio.TaskGroup() as group:
             for name, call in calls.items():
                 group.create_task(answer(name, call))
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+    except ExceptionGroup as errors:  # if a key's limits refuse several calls, the client returns when all may come
+        raise max(errors.exceptions, key=lambda one: getattr(one, "retry_after_s", None) or 0.0) from None
     if not texts:
-        raise failures[-1]
+        raise next(filter(_may_pass, reversed(failures)), failures[-1])
     return {name: texts[name] for name in calls if name in texts}
 
 
@@ -231,10 +231,15 @@ async def _choice(ensemble: Ensemble, call: Call, texts: Mapping[str, str]) -> t
     try:
         at, why = await ensemble.choose(call, list(texts.values()))
     except (ApiError, Rejected, ModelAway) as error:
-        if not isinstance(error, ModelAway) and status_of(error) not in BUSY_STATUSES:
+        if not _may_pass(error):
             raise
         at, why = 0, "not judged"
     return names[at], why
+
+
+def _may_pass(error: _Failure) -> bool:
+    """Return whether the same call may succeed later: the model is away or busy."""
+    return isinstance(error, ModelAway) or status_of(error) in BUSY_STATUSES
 
 
 def _ends_all(error: _Failure) -> bool:
