@@ -315,6 +315,8 @@ async def test_with_keys_other_sites_have_none(locked):
         (None, ServerConfig(api_keys=("a", "a")), False),
         (None, ServerConfig(api_keys=("a", "b")), True),
         (None, ServerConfig(api_keys=("a",), trust_tenant_header=True), True),
+        (None, ServerConfig(api_keys=("a",), admin_api_keys=("b",)), True),
+        (None, ServerConfig(admin_api_keys=("b",)), True),
         ("all", ServerConfig(api_keys=("a", "b")), False),
         ("tenant", ServerConfig(), True),
     ],

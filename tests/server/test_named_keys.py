@@ -197,6 +197,8 @@ async def test_a_key_opens_the_models_that_it_names(file):
                 if status == 404:
                     check(answer, 404, "model_not_found", "model")
                     assert "Served: 'other'" in answer.text
+                    assert ("may not use the default model" if name is None else repr(name)) in answer.text
+                    assert name == "toy" or "toy" not in answer.text
             listed = (await client.get("/v1/models", headers=bearer("alice"))).json()
             assert [card["id"] for card in listed["data"]] == ["other"]
             load = (await client.get("/load", headers=bearer("alice"))).json()

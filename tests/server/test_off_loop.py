@@ -158,6 +158,26 @@ async def test_the_large_texts_of_one_key_do_not_hold_up_those_of_another(path, 
     assert read == ["first ", "second", "first ", "first "]
 
 
+async def test_the_long_text_of_a_client_that_leaves_is_not_read(held, monkeypatch):
+    read = []
+    with running() as server:
+        monkeypatch.setattr(server.runtime.tokenizer, "encode", lambda text, **_: (read.append(text[:6]), held())[1])
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+
+            def post(text):
+                return asyncio.create_task(client.post("/tokenize", json={"prompt": text + TEXT}))
+
+            first = post("first ")
+            await until(lambda: read)
+            leaving, staying = post("leaves"), post("stays ")
+            await until(lambda: num_waiting(server.runtime.off_loop._large) == 2)
+            leaving.cancel()
+            await until(lambda: num_waiting(server.runtime.off_loop._large) == 1)
+            held.release()
+            assert [(await task).status_code for task in (first, staying)] == [200] * 2
+    assert read == ["first ", "stays "]
+
+
 @pytest.mark.parametrize(
     "path",
     [

@@ -217,7 +217,10 @@ def isolates_tenants(config: ServerConfig, prefix_sharing: str | None) -> bool:
 def has_several_tenants(config: ServerConfig) -> bool:
     """Return whether several keys, or a gateway behind one key, distinguish tenants. A key file counts: it can get more.
 
-    Files are not read: a plan for a server may be made where its keys are not.
+    An admin's key counts, too: it is another tenant than the other keys, or than clients without one. Files are not read: a
+    plan for a server may be made where its keys are not.
     """
+    if config.admin_api_keys or key_paths(config):
+        return True
     num_keys = len({*config.api_keys})
-    return num_keys > 1 or bool(key_paths(config)) or (num_keys > 0 and config.trust_tenant_header)
+    return num_keys > 1 or (num_keys > 0 and config.trust_tenant_header)

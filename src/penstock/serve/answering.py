@@ -32,7 +32,6 @@ from penstock.serve.streams import NewWriter, respond
 from penstock.serve.terms import read_lane, read_owner
 from penstock.serve.trials import is_one_answer, said_in, whole_answer
 from penstock.types.errors import TENANT_REASONS, ModelAway, Rejected
-from penstock.types.request import Owner
 
 _T = TypeVar("_T")
 
@@ -271,13 +270,13 @@ async def answer_in_thread(make: Callable[[], object]) -> Response:
     return Response(content, media_type="application/json")
 
 
-async def answer_off_loop(running: RunningModel, size: int, make: Callable[[], object], owner: Owner) -> Response:
+async def answer_off_loop(running: RunningModel, size: int, make: Callable[[], object], http: HttpRequest) -> Response:
     """Return the result of `make` as JSON. If its input is large (`size`), `make` runs off the event loop.
 
-    The caller keeps the model in use.
+    The caller keeps the model in use. If the client leaves before `make` has begun, it does not run.
     """
-    content = await running.off_loop.run(size, lambda: fast_json.dumps(make()), owner)
-    return Response(content, media_type="application/json")
+    work = running.off_loop.run(size, lambda: fast_json.dumps(make()), read_owner(http.scope))
+    return Response(await unless_gone(http, work), media_type="application/json")
 
 
 async def answer_prompt(
@@ -288,11 +287,10 @@ async def answer_prompt(
     make: Callable[[TextPrompt, RunningModel], object],
 ) -> Response:
     """Return the result of `make` for a prompt as JSON. The chat template first makes a text of a conversation."""
-    owner = read_owner(http.scope)
     with running.using():
         if isinstance(prompt, Conversation):
-            prompt = await unless_gone(http, render(prompt, running, owner, len(data)))
-        return await answer_off_loop(running, max(len(data), len(prompt.text)), partial(make, prompt, running), owner)
+            prompt = await unless_gone(http, render(prompt, running, read_owner(http.scope), len(data)))
+        return await answer_off_loop(running, max(len(data), len(prompt.text)), partial(make, prompt, running), http)
 
 
 def call_endpoint(body: type[_Body], read: Callable[[_Body, Asked], Made], reader: Reader, in_flight: InFlight) -> JsonEndpoint:

@@ -173,7 +173,7 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     except ApiError as error:
         if error.code != MODEL_NOT_FOUND:
             raise
-    raise model_not_found(deployment.default.name if name is None else name, visible_names(deployment, scope))
+    raise model_not_found(name, visible_names(deployment, scope))
 
 
 def _find_unchecked(name: str | None, deployment: Deployment, scope: Scope) -> tuple[ServedModel, AdapterRef | None]:

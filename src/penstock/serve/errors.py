@@ -154,11 +154,15 @@ def invalid_api_key(message: str) -> ApiError:
 MODEL_NOT_FOUND = "model_not_found"
 
 
-def model_not_found(model: str, served: Sequence[str], *, is_no_adapter: bool = False) -> ApiError:
-    """Return the 404 for an unknown model. `is_no_adapter`: no adapter has this name either."""
+def model_not_found(model: str | None, served: Sequence[str], *, is_no_adapter: bool = False) -> ApiError:
+    """Return the 404 for a model that is unknown, or None: the default one, which the key may not use.
+
+    `is_no_adapter`: no adapter has this name either.
+    """
     names = ", ".join(repr(name) for name in served) or "nothing that this key may use"
     sought = ", and no adapter of that name is in --lora-dir" if is_no_adapter else ""
-    message = f"The model {shorten(model)!r} is not served here{sought}. Served: {names}."
+    told = "This key may not use the default model" if model is None else f"The model {shorten(model)!r} is not served here"
+    message = f"{told}{sought}. Served: {names}."
     return ApiError(404, message, code=MODEL_NOT_FOUND, param="model")
 
 

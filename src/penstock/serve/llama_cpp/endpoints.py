@@ -22,7 +22,6 @@ from penstock.serve.bodies import Body, has_not_yet
 from penstock.serve.errors import invalid
 from penstock.serve.llama_cpp.read import read_mixed
 from penstock.serve.shapes import Count
-from penstock.serve.terms import read_owner
 from penstock.serve.texts.tokens import MAX_TOLD_TOKENS
 
 ReadChat = Callable[[Asked], Call]
@@ -69,7 +68,7 @@ class LlamaEndpoint:
         body = await self._parts.reader.body(data, LlamaTokenizeBody, http.scope)
         running = find_model(body.model, self._parts.deployment, http.scope)
         with running.using():
-            return await answer_off_loop(running, len(data), partial(_tokens, body, running), read_owner(http.scope))
+            return await answer_off_loop(running, len(data), partial(_tokens, body, running), http)
 
 
 def _input_tokens(prompt: TextPrompt, running: RunningModel) -> InputTokens:

@@ -23,7 +23,6 @@ from penstock.serve.bodies import MAX_TOKEN_IDS, Body, TokenId, parse_body
 from penstock.serve.errors import invalid
 from penstock.serve.messages import ChatTemplateFields, Messages, read_conversation_with_tools
 from penstock.serve.shapes import Count
-from penstock.serve.terms import read_owner
 from penstock.text.tokenizer import Tokenizer
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools")
@@ -70,7 +69,7 @@ class TokenizeEndpoint:
         body = await self._reader.body(data, DetokenizeBody, http.scope)
         running = find_model(body.model, self._reader.deployment, http.scope)
         with running.using():
-            return await answer_off_loop(running, len(data), partial(_text, body, running), read_owner(http.scope))
+            return await answer_off_loop(running, len(data), partial(_text, body, running), http)
 
     def _read(self, data: bytes, scope: Scope) -> tuple[RunningModel, TextPrompt | Conversation, TokenizeBody]:
         body = parse_body(data, TokenizeBody, self._reader.ignored)
