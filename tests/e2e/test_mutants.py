@@ -65,6 +65,8 @@ class Senders:
         self.faults: list[str] = []
         self.statuses: dict[str, Counter[int | None]] = defaultdict(Counter)
         """By the mutants' kind."""
+        self.unanswered: set[str] = set()
+        """Routes that no model answers: without the encoder, those of encoders."""
         self.answered: Counter[str] = Counter()
         """Answers of a 200, by route."""
         self.sizes: list[int] = []
@@ -76,6 +78,8 @@ class Senders:
         for route in self.mutants.routes:
             answered = [name for name in names if route.bodies and await self.is_answered(route, name)]
             self.mutants.models[route.path] = sorted(answered) or names
+            if route.bodies and not answered:
+                self.unanswered.add(route.path)
 
     async def is_answered(self, route: Route, model: str) -> bool:
         """Whether one of four good requests is answered."""
@@ -99,7 +103,8 @@ class Senders:
     def note(self, index: int, mutant: Mutant, fate: Fate) -> None:
         if fault := fault_of(mutant, fate):
             self.faults.append(f"{index}: {fault}: {mutant.shown()}\n  -> {fate.body[:500]!r}")
-        self.statuses[mutant.kind][fate.status] += 1
+        is_hopeless = mutant.kind == "valid" and mutant.route.path in self.unanswered
+        self.statuses["valid, without a model" if is_hopeless else mutant.kind][fate.status] += 1
         self.answered[mutant.route.path] += fate.status == 200
         if index % max(1, NUM_MUTANTS // 100) == 0:
             self.sizes.append(resident_bytes(self.server.process.pid))
