@@ -57,8 +57,11 @@ def begin_jobs() -> dict[str, str]:
         return answer.json()
 
     def wait(path: str, field: str, end: str) -> None:
-        while ask("GET", path)[field] != end:
+        for _ in range(600):
+            if (found := ask("GET", path)[field]) == end:
+                return
             time.sleep(0.1)
+        raise TimeoutError(f"{path}: {field} is {found!r} after 60 s, not {end!r}")
 
     url, body = "/v1/embeddings", {"model": MODEL, "input": "Hi"}
     line = json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body})

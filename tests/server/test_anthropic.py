@@ -367,6 +367,7 @@ async def test_a_call_with_wrong_arguments_is_text_and_not_a_call_without_argume
     finally:
         runtime.close()
     assert answer["content"] == [{"type": "text", "text": said}]
+    assert answer["stop_reason"] == "end_turn"
 
 
 async def test_a_call_that_a_stop_string_cuts_has_no_input():

@@ -491,6 +491,23 @@ async def test_a_call_that_a_keys_limit_refuses_at_two_members_gets_the_later_ti
     assert int(answers[-1].headers["retry-after"]) == pytest.approx(30, abs=5)
 
 
+async def test_a_fault_of_one_member_is_not_hidden_by_a_keys_limit_at_another(models, tmp_path: Path, monkeypatch) -> None:
+    ask, faults = answering.run, iter([RuntimeError("a fault")])
+
+    async def run(call, in_flight):
+        for fault in faults:
+            raise fault
+        return await ask(call, in_flight)
+
+    (tmp_path / "keys.toml").write_text('[[keys]]\nname = "me"\nkey = "the-key-of-mine"\nrequests_per_minute = 6\n')
+    async with make_client(*models, routes=[ensemble()], api_keys_file=str(tmp_path / "keys.toml")) as client:
+        client.headers["Authorization"] = "Bearer the-key-of-mine"
+        for at in range(6):
+            assert (await client.post(CHAT, json=BODIES[CHAT] | {"model": "large", "seed": at})).status_code == 200
+        monkeypatch.setattr(answering, "run", run)
+        assert (await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto"})).status_code == 500
+
+
 async def test_a_member_that_can_not_answer_this_request_is_left_out(models, monkeypatch) -> None:
     large = models[1]
 

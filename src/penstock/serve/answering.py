@@ -167,7 +167,7 @@ async def _calls_of_members(
     http: HttpRequest,
     failures: list[_Failure],
 ) -> dict[str, tuple[Call, _T]]:
-    """Return the call of each model of an ensemble, by name. Raises `ModelAway`, and the first failure if none has a call."""
+    """Return the call of each model of an ensemble, by name. Raises `ModelAway`, and one of the failures if none has a call."""
     course = course_of(http.scope)
     calls: dict[str, tuple[Call, _T]] = {}
     for name in ensemble.models:
@@ -183,7 +183,7 @@ async def _calls_of_members(
         except (ApiError, Rejected) as error:
             failures.append(error)
     if not calls:
-        raise failures[0]
+        raise _told(failures)
     return calls
 
 
@@ -192,7 +192,7 @@ async def _answers_of(
 ) -> dict[str, str]:
     """Run calls together, and return the text of each answer by name, in the order of `calls`. `opened` gets what has begun.
 
-    If none has an answer, raises the last failure that may pass, or else the last. Raises an error that ends the whole request.
+    Raises one of the failures if none has an answer, and an error that ends the whole request.
     """
     texts: dict[str, str] = {}
     left = {*calls}
@@ -213,10 +213,11 @@ async def _answers_of(
         async with asyncio.TaskGroup() as group:
             for name, call in calls.items():
                 group.create_task(answer(name, call))
-    except ExceptionGroup as errors:  # if a key's limits refuse several calls, the client returns when all may come
-        raise max(errors.exceptions, key=lambda one: getattr(one, "retry_after_s", None) or 0.0) from None
+    except ExceptionGroup as errors:
+        # A fault or a cancel comes first. If a key's limits refuse several calls, the client returns when all may come.
+        raise max(errors.exceptions, key=_rank) from None
     if not texts:
-        raise next(filter(_may_pass, reversed(failures)), failures[-1])
+        raise _told(failures)
     return {name: texts[name] for name in calls if name in texts}
 
 
@@ -234,6 +235,15 @@ async def _choice(ensemble: Ensemble, call: Call, texts: Mapping[str, str]) -> t
             raise
         at, why = 0, "not judged"
     return names[at], why
+
+
+def _rank(error: Exception) -> tuple[bool, float]:
+    return (False, error.retry_after_s or 0.0) if isinstance(error, Rejected) else (True, 0.0)
+
+
+def _told(failures: list[_Failure]) -> _Failure:
+    """Return the failure to raise if all members failed: the last one that may pass, or else the last."""
+    return next(filter(_may_pass, reversed(failures)), failures[-1])
 
 
 def _may_pass(error: _Failure) -> bool:

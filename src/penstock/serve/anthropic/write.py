@@ -155,6 +155,8 @@ class MessageWriter(Writer):
         parts = self._choice.parts(record)
         ended = self._end_fields(record.last)
         content = _blocks(parts, is_cut=ended["stop_reason"] not in ("end_turn", "tool_use"))
+        if ended["stop_reason"] == "tool_use" and all(block["type"] != "tool_use" for block in content):
+            ended = {**ended, "stop_reason": "end_turn"}  # the only calls had wrong arguments, and are text
         return {**self._head(), "content": content, **ended, "usage": self._usage(self.usage.num_cached)}
 
     def _head(self) -> MessageHead:

@@ -136,12 +136,13 @@ def _format_grammar(asked: ResponseFormat) -> Grammar | None:
     tags = [name for name in ("structures", "triggers", "format") if getattr(asked, name) is not None]
     fields = [("json_schema", schema is not None, "json_schema"), ("schema", asked.schema_ is not None, "json_object")]
     fields += [(name, True, "structural_tag") for name in tags]
-    takes_value = asked.type in ("json", "regex") or (asked.type == "json_object" and asked.schema_ is None)
-    fields.append(("value", asked.value is not None and not takes_value, "json"))
+    fields.append(("value", asked.value is not None and asked.type not in ("json_object", "regex"), "json"))
     for field, is_given, kind in fields:
         if is_given and asked.type != kind:
             param = f"response_format.{field}"
             raise invalid(f"'{param}' needs 'type': '{kind}', not '{asked.type}'.", param)
+    if asked.value is not None and asked.schema_ is not None:
+        raise invalid("Give one of 'response_format.schema' and 'response_format.value'.", "response_format.value")
     match asked.type:
         case "text":
             return None

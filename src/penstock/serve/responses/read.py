@@ -368,4 +368,6 @@ def _choice_as_json(choice: Any) -> Any:
         case {"type": "allowed_tools", "mode": mode, "tools": tools}:
             named = [{"type": "function", "name": tool["name"]} for tool in tools]
             return {"type": "allowed_tools", "mode": mode, "tools": named}
+        case str() if choice not in ("none", "auto", "required"):
+            return {"type": "function", "name": choice}
     return choice or "auto"
