@@ -1,13 +1,12 @@
 """Moves long work out of the event loop into threads, so that other clients' tokens flow on. Work on short texts stays there.
 
     size        up to `INLINE_MAX_SIZE`    up to `LARGE_SIZE`    above
-    done by     the event loop             two threads           one thread for texts, one for answers
+    done by     the event loop             two threads           one thread
 
-Compiling grammars has two more threads, and rendering chat templates one, whatever the size. Tenants take turns there and at
-large texts (`FairLine`). A tenant's batches count as another tenant (`lane_of`), and take turns at smaller texts too. Their
-work is never refused: the runner of batches limits how many lines are under way. A replica uses such lanes for all requests,
-which its front has admitted. Work in threads must not touch objects of the event loop. The server ends without waiting for
-them.
+Compiling grammars has two more threads, rendering chat templates one, and the last work of long answers two. Tenants take turns
+(`FairLine`), except at answers. A tenant's batches count as another tenant (`lane_of`). Their work is never refused: the runner
+of batches limits how many lines are under way. A replica uses such lanes for all requests, which its front has admitted. Work
+in threads must not touch objects of the event loop. The server ends without waiting for them.
 """
 
 from __future__ import annotations
@@ -91,8 +90,8 @@ class OffLoop:
     """Threads and bounded queues for a model's work that is too long for the event loop. Any thread may call `close`."""
 
     def __init__(self, count_rejected: Callable[[RejectReason, str], None] = lambda _reason, _key: None) -> None:
-        self._small = _Line(2, "small")
-        self._answers = _Line(1, "answers")
+        self._answers = ThreadPoolExecutor(2, thread_name_prefix="penstock-answers")
+        self._small = FairLine(2, "small", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT, keeps_results=True)
         self._large = FairLine(1, "large", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT, keeps_results=True)
         self._templates = FairLine(1, "templates", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT)
         self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS, max_size=MAX_SIZE_IN_FLIGHT)
@@ -101,23 +100,18 @@ class OffLoop:
     async def run(self, size: int, work: Callable[[], _Result], lane: Owner) -> _Result:
         """Do `work` and return its result. If `size`, in characters or bytes, is above `INLINE_MAX_SIZE`, do it in a thread.
 
-        Tenants take turns above `LARGE_SIZE`, batches always. Raises `Rejected`: QUEUE_FULL if too much waits and `lane` is not
-        a batch's, DRAINING when the server ends.
+        Raises `Rejected`: QUEUE_FULL if too much waits and `lane` is not a batch's, DRAINING when the server ends.
         """
         if size <= INLINE_MAX_SIZE:
             return work()
-        if size > LARGE_SIZE or _is_background(lane.tenant):
-            return await self._in_turn(self._large, "long texts", lane, size, work)
-        if self._small.is_full(size):
-            raise self._full("long texts", lane)
-        return await self._small.do(size, work)
+        return await self._in_turn(self._small if size <= LARGE_SIZE else self._large, "long texts", lane, size, work)
 
     async def parse(self, num_bytes: int, work: Callable[[], _Result], lane: Owner) -> _Result:
         """Parse a body: like `run`, but on the event loop if it has at most `INLINE_MAX_BODY` bytes."""
         return work() if num_bytes <= INLINE_MAX_BODY else await self.run(num_bytes, work, lane)
 
     async def render(self, lane: Owner, size: int, work: Callable[[], _Result]) -> _Result:
-        """Render a chat template in a thread, within `MAX_RENDER_S` unless for a batch. Tenants take turns. Raises as `run`."""
+        """Render a chat template in a thread, within `MAX_RENDER_S` unless for a batch. Raises as `run`."""
         try:
             async with asyncio.timeout(None if _is_background(lane.tenant) else MAX_RENDER_S):
                 return await self._in_turn(self._templates, "conversations", lane, size, work)
@@ -125,7 +119,7 @@ class OffLoop:
             raise self._full("conversations", lane) from None
 
     async def compile(self, lane: Owner, size: int, work: Callable[[], _Result], *, key: Hashable = None) -> _Result:
-        """Compile a grammar in a thread. Tenants take turns. Raises as `run`.
+        """Compile a grammar in a thread. Raises as `run`.
 
         Calls with the same key share the work, which must not raise.
         """
@@ -133,18 +127,24 @@ class OffLoop:
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
         """Do the last work of an answer, as `run` does, but never refuse it."""
-        if size > INLINE_MAX_SIZE:
-            line = self._small if size <= LARGE_SIZE else self._answers
-            with contextlib.suppress(_Closed):  # a draining server has time for this answer
-                return await line.do(size, work)
-        return work()
+        if size <= INLINE_MAX_SIZE:
+            return work()
+        try:
+            done = self._answers.submit(work)
+        except RuntimeError:  # closed, but a draining server has time for this answer
+            return work()
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            del done  # breaks a reference cycle: it has the error, whose traceback has this frame
 
     def close(self) -> None:
-        """Begin no more work. Return at once. Idempotent.
+        """Begin no more work, except for answers. Return at once. Idempotent.
 
         Callers that wait for a grammar or a template get an error at once, even if the work has begun.
         """
-        for line in (self._small, self._answers, self._large, self._templates, self._grammars):
+        self._answers.shutdown(wait=False)
+        for line in (self._small, self._large, self._templates, self._grammars):
             line.close()
 
     async def _in_turn(
@@ -154,75 +154,21 @@ class OffLoop:
         if job is None:
             raise self._full(what, lane)
         try:
-            result: _Result = await _result_of(job.done, is_shared=True)
+            result: _Result = await asyncio.shield(asyncio.wrap_future(job.done))
             return result
         except asyncio.CancelledError:
             line.leave(lane.tenant, job)
+            task = asyncio.current_task()
+            if job.done.cancelled() and task is not None and not task.cancelling():
+                detail = "The model is being unloaded, or the server is shutting down."
+                raise Rejected(RejectReason.DRAINING, detail, retry_after_s=RETRY_AFTER_S) from None
             raise
         finally:
-            del job  # breaks a reference cycle, as in `_Line.do`
+            del job  # breaks a reference cycle, as in `finish`
 
     def _full(self, what: str, lane: Owner) -> Rejected:
         self._count_rejected(RejectReason.QUEUE_FULL, lane.key)
         return Rejected(RejectReason.QUEUE_FULL, f"too many {what} are being read already", retry_after_s=RETRY_AFTER_S)
-
-
-class _Line:
-    """A queue without turns."""
-
-    def __init__(self, num_threads: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
-        self._lock = threading.Lock()
-        """Guards the sums: jobs end in threads."""
-        self._num_jobs = 0
-        self._size = 0
-
-    def is_full(self, size: int) -> bool:
-        """Return whether the queue must refuse a job of this size. An empty queue takes a job of any size."""
-        return self._num_jobs >= MAX_JOBS or (self._num_jobs > 0 and self._size + size > MAX_SIZE_IN_FLIGHT)
-
-    async def do(self, size: int, work: Callable[[], _Result]) -> _Result:
-        try:
-            future = self._pool.submit(work)
-        except RuntimeError as error:
-            raise _shutting_down() from error
-        self._add(1, size)
-        future.add_done_callback(lambda _future: self._add(-1, -size))
-        try:
-            return await _result_of(future)
-        finally:
-            del future  # breaks a cycle: it has the error, whose traceback has this frame
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _add(self, num_jobs: int, size: int) -> None:
-        with self._lock:
-            self._num_jobs += num_jobs
-            self._size += size
-
-
-async def _result_of(future: Future[_Result], *, is_shared: bool = False) -> _Result:
-    """Wait for a job's result. If the caller is cancelled, cancel the job unless it has begun or `is_shared`."""
-    try:
-        waiter = asyncio.wrap_future(future)
-        return await (asyncio.shield(waiter) if is_shared else waiter)
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if future.cancelled() and task is not None and not task.cancelling():
-            raise _shutting_down() from None
-        raise
-    finally:
-        del future  # breaks a reference cycle
-
-
-class _Closed(Rejected):
-    """Error for work that is submitted after `close`."""
-
-
-def _shutting_down() -> _Closed:
-    detail = "The model is being unloaded, or the server is shutting down."
-    return _Closed(RejectReason.DRAINING, detail, retry_after_s=RETRY_AFTER_S)
 
 
 @dataclass(slots=True, eq=False)
