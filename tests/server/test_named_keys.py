@@ -366,6 +366,14 @@ def test_a_priority_that_nobody_looks_at_is_told(file, caplog):
     assert "have no effect on the loaded models without --policy priority" in caplog.text
 
 
+def test_a_name_that_no_model_has_is_told(file, caplog):
+    write(file, models=["org/toy", "hash-large"])
+    with running(config=config(file)):
+        pass
+    told = [record.getMessage() for record in caplog.records if "no model has that name" in record.getMessage()]
+    assert told == ["the API key alice may use 'hash-large', but no model has that name yet"]
+
+
 def test_models_that_are_not_loaded_may_look_at_priorities(file, caplog):
     deployment = Deployment([ServedModel(names=("a",), metrics=Metrics("a"), load=int, plan=int)], MemoryBudget())
     with bind_socket("127.0.0.1", 0) as listener:

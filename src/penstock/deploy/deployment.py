@@ -145,6 +145,14 @@ class Deployment:
         """Return the model with an adapter of this name, among the names known without reading the disk, or None."""
         return next((one for one in self.served if one.adapters is not None and one.adapters.has(name)), None)
 
+    def knows(self, name: str) -> bool:
+        """Return whether a model, route, pipeline, upstream or adapter has this name. May look into the folders of adapters."""
+        if self.is_taken(name) or name in self.upstreams or self.adapter_owner(name) is not None:
+            return True
+        with contextlib.suppress(OSError):
+            return any(one.adapters is not None and one.adapters.look_up(name) is not None for one in self.served)
+        return False
+
     def _owner_of_adapter(self, name: str, model: ServedModel) -> ServedModel | None:
         """Return the model with an adapter that has the name of `model`, a model in the models' folder, or None.
 

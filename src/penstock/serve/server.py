@@ -195,11 +195,15 @@ class Server:
         self._apply_key_names()
 
     def _apply_key_names(self) -> None:
-        """Give the metrics the names of the API keys, and warn if the keys' priorities have no effect."""
+        """Give the metrics the names of the API keys, and warn of what their lines ask for without effect."""
         if not self._config.api_keys_file or self._keys is None:
             return
         for served in self._deployment.served:
             served.metrics.tenants = frozenset(key.name for key in self._keys.keys)
+        for key in self._keys.keys:
+            for name in key.models or ():
+                if not self._deployment.knows(name):
+                    _log.warning("the API key %s may use %r, but no model has that name yet", key.name, name)
         # A model that is not loaded may use that policy, so without any loaded model nothing is said.
         looks = [running.model.is_priority_scheduled for running in self._deployment.running]
         if any(key.priority for key in self._keys.keys) and looks and not any(looks):
