@@ -19,6 +19,7 @@ from penstock.testing import make_request
 from penstock.text.grammar import Grammar, GrammarKind, Grammars
 from penstock.types.request import FinishReason
 from penstock.types.stats import RequestStats
+from penstock.types.tenant_limits import TenantLimits
 from support.answering import PLAIN
 
 ROUNDS = 5000
@@ -116,7 +117,7 @@ def test_the_backlog_is_empty_when_all_have_ended_wherever_they_did():
 
 
 def test_no_end_of_a_tenants_request_is_lost():
-    tenants = Tenants(1, 1000)
+    tenants = Tenants(TenantLimits(max_concurrent=1, tokens_per_minute=1000))
     held = tenants.hold(Demand("a", None, 0, 0))
     names = [[f"{nth}/{number}" for number in range(ROUNDS)] for nth in range(THREADS)]
     for name in chain.from_iterable(names):
@@ -131,7 +132,7 @@ def test_no_end_of_a_tenants_request_is_lost():
                 tenants.on_finish(name, 2, 1)
 
     at_once(end)
-    assert held.account.num_running == 0
+    assert held.account.num_open_calls == 0
     assert held.account.num_correction_tokens == THREADS // 2 * ROUNDS
 
 

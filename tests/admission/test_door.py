@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from penstock.admission.ask import Ask, DoorView, TenantLimits
+from penstock.admission.ask import Ask, DoorView
 from penstock.admission.door import DEFAULT_RETRY_AFTER_S, UNAVAILABLE_RETRY_AFTER_S, Admission, AdmissionLimits
 from penstock.admission.estimates import FIRST_FACTOR, Margin
 from penstock.testing import make_request
@@ -16,6 +16,7 @@ from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.sampling import BeamParams
 from penstock.types.stats import AdapterCounts, EngineLoad, RequestStats, StepCounts, StepStats, WaitReason
+from penstock.types.tenant_limits import TenantLimits
 from support.fake_adapters import FakeAdapters, make_adapter
 from support.loads import make_load
 
@@ -23,7 +24,7 @@ SECOND = 1_000_000_000
 CAPACITY = Capacity(num_blocks=101, block_size=16, max_rows=8, max_step_tokens=128, max_model_len=1024)
 
 FULL = make_load(num_running=8, num_rows_free=0)
-LIMITS = AdmissionLimits(slo_ttft_ns=2 * SECOND, tenant_max_concurrent=2, tenant_tokens_per_minute=6000)
+LIMITS = AdmissionLimits(slo_ttft_ns=2 * SECOND, tenant=TenantLimits(max_concurrent=2, tokens_per_minute=6000))
 
 
 def make_door(**limits: Any) -> Admission:
@@ -90,7 +91,7 @@ def test_an_engine_that_takes_nothing_is_said_before_anything_else(reason):
 
 
 def test_an_idle_server_takes_every_call():
-    door = make_door(max_queue=1, slo_ttft_ns=1000, kv_headroom=0.9, tenant_max_concurrent=1, tenant_tokens_per_minute=1)
+    door = make_door(max_queue=1, slo_ttft_ns=1000, kv_headroom=0.9, tenant=TenantLimits(max_concurrent=1, tokens_per_minute=1))
     busy(door)
     huge = {"num_token_ids": 1000, "min_new_tokens": 1000, "num_requests": 4}
     assert refusal(door, make_load(), 10 * SECOND, **huge) is None
@@ -483,7 +484,10 @@ class TestDeadlines:
 
 def test_a_tenants_calls_on_their_way_in_count_too():
     """Each as one, whatever the number of its choices or texts."""
-    door, load = make_door(tenant_max_concurrent=2, tenant_tokens_per_minute=10_000), make_load(num_running=1, num_rows_free=7)
+    door, load = (
+        make_door(tenant=TenantLimits(max_concurrent=2, tokens_per_minute=10_000)),
+        make_load(num_running=1, num_rows_free=7),
+    )
     entering = door.decide(Ask(num_token_ids=10, num_requests=8), make_load(), 0)
     assert refusal(door, load) is None
     other = door.decide(Ask(num_token_ids=10, num_requests=2), load, 0)
@@ -496,7 +500,7 @@ def test_a_tenants_calls_on_their_way_in_count_too():
 
 
 def test_the_prompt_of_several_choices_is_counted_once():
-    one, four = make_door(tenant_tokens_per_minute=3000), make_door(tenant_tokens_per_minute=3000)
+    one, four = make_door(tenant=TenantLimits(tokens_per_minute=3000)), make_door(tenant=TenantLimits(tokens_per_minute=3000))
     for door, num_choices in ((one, 1), (four, 4)):
         entering = door.decide(Ask(num_token_ids=1000, num_requests=num_choices, max_new_tokens=16), make_load(), 0)
         requests = [make_request(f"{nth}", 1000, max_tokens=16, shares_prompt=nth > 0) for nth in range(num_choices)]
@@ -593,7 +597,7 @@ class TestExpectations:
 
 def test_a_call_of_the_servers_own_leaves_its_tenants_limits_as_they_are() -> None:
     """Though the door has limits for tenants without their own."""
-    door, limits = make_door(tenant_max_concurrent=8, tenant_tokens_per_minute=100), TenantLimits(requests_per_minute=1)
+    door, limits = make_door(tenant=TenantLimits(max_concurrent=8, tokens_per_minute=100)), TenantLimits(requests_per_minute=1)
     for is_limited in (True, False, False):
         entering = door.decide(Ask(num_token_ids=90, tenant="a", limits=limits, is_limited=is_limited), make_load(), 0)
         assert (entering.held is not None) is is_limited
@@ -604,7 +608,7 @@ def test_a_call_of_the_servers_own_leaves_its_tenants_limits_as_they_are() -> No
 
 
 def test_refusals_for_a_tenants_own_limits_are_no_demand_for_replicas() -> None:
-    door = make_door(tenant_max_concurrent=1, max_queue=4)
+    door = make_door(max_queue=4, tenant=TenantLimits(max_concurrent=1))
     calls: list[tuple[int, int]] = []
     door.on_call = lambda now_ns, num_requests: calls.append((now_ns, num_requests))
     enter(door, "a", 1, tenant="greedy")
@@ -617,7 +621,7 @@ def test_refusals_for_a_tenants_own_limits_are_no_demand_for_replicas() -> None:
 
 
 def test_a_job_in_the_background_is_let_in_and_makes_nobody_wait() -> None:
-    doors = [make_door(slo_ttft_ns=2 * SECOND, max_queue=4, tenant_max_concurrent=2) for _ in range(2)]
+    doors = [make_door(slo_ttft_ns=2 * SECOND, max_queue=4, tenant=TenantLimits(max_concurrent=2)) for _ in range(2)]
     load = make_load(num_running=2, num_rows_free=6)
     for door in doors:
         busy(door)

@@ -88,14 +88,14 @@ def test_who_came_once_as_told_is_counted_on_in_full():
         now_s += make(promises, b"%d" % idx, now_s=now_s) + 60
         promises.num_due(int(now_s * SECOND))
     now_ns = int(now_s * SECOND)
-    due_ns = now_ns + promises.make(b"x", now_ns, 2 * SECOND, SECOND, LONGEST_NS, num_blocks=50)
-    assert promises.num_blocks_due(now_ns) == 0
-    assert 1 <= promises.num_blocks_due(due_ns) <= 10
+    due_ns = now_ns + promises.make(b"x", now_ns, 2 * SECOND, SECOND, LONGEST_NS, num_needed=50)
+    assert promises.num_needed_now(now_ns) == 0
+    assert 1 <= promises.num_needed_now(due_ns) <= 10
     promises.renew(promises.find(b"x", is_retry=False, now_ns=due_ns), due_ns, 2 * SECOND, 50)
-    assert promises.num_blocks_due(due_ns) == 50
+    assert promises.num_needed_now(due_ns) == 50
     again = promises.find(b"x", is_retry=False, now_ns=due_ns + 2 * SECOND)
     promises.settle(again)
-    assert promises.num_blocks_due(due_ns + 2 * SECOND) == 0
+    assert promises.num_needed_now(due_ns + 2 * SECOND) == 0
 
 
 def test_beyond_the_longest_time_no_place_is_kept():

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.admission.ask import TenantLimits
 from penstock.admission.estimates import MAX_PER_CLAIM, SPREAD
 from penstock.admission.tenants import MAX_TENANTS, Demand, Tenants
 from penstock.types.errors import RejectReason
+from penstock.types.tenant_limits import UNLIMITED, TenantLimits
 
 SECOND = 1_000_000_000
 
@@ -36,7 +36,7 @@ def enter(
 
 
 def test_one_tenant_may_run_so_many_and_others_are_not_concerned():
-    tenants = Tenants(2, None)
+    tenants = Tenants(TenantLimits(max_concurrent=2))
     for name in ("r0", "r1"):
         assert tenants.refusal(demand()) is None
         enter(tenants, "a", name, 100, 0)
@@ -51,7 +51,7 @@ def test_one_tenant_may_run_so_many_and_others_are_not_concerned():
 
 def test_a_call_of_many_requests_is_one_until_its_last_has_ended():
     """Also when later ones are submitted after all earlier ones have ended, as for a long list of texts."""
-    tenants = Tenants(2, None)
+    tenants = Tenants(TenantLimits(max_concurrent=2))
     held = tenants.hold(demand())
     for name in ("r0", "r1", "r2"):
         tenants.enter(held, name, 100, 0)
@@ -67,11 +67,11 @@ def test_a_call_of_many_requests_is_one_until_its_last_has_ended():
     assert tenants.refusal(demand()) is not None
     for name in ("r3", "other"):
         tenants.on_finish(name, 100, SECOND)
-    assert held.account.num_running == 0
+    assert held.account.num_open_calls == 0
 
 
 def test_a_bucket_holds_a_minute_and_refills_steadily():
-    tenants = Tenants(None, 600)
+    tenants = Tenants(TenantLimits(tokens_per_minute=600))
     enter(tenants, "a", "r0", 500, 0)
     assert tenants.refusal(demand(num_tokens=100)) is None
     refused = tenants.refusal(demand(num_tokens=150))
@@ -83,7 +83,7 @@ def test_a_bucket_holds_a_minute_and_refills_steadily():
 
 
 def test_asking_again_does_not_put_the_tokens_off():
-    tenants = Tenants(None, 600)
+    tenants = Tenants(TenantLimits(tokens_per_minute=600))
     enter(tenants, "a", "r0", 600, 0)
     waits = [tenants.refusal(demand(num_tokens=100)).wait_ns / SECOND for _ in range(30)]
     assert waits == pytest.approx([10] * 30)
@@ -94,7 +94,7 @@ def returning(claim: bytes, now_s: float = 60.0, num_tokens: int = 100, limits: 
 
 
 def test_calls_refused_for_those_that_run_are_told_times_apart():
-    tenants = Tenants(2, None)
+    tenants = Tenants(TenantLimits(max_concurrent=2))
     enter(tenants, "a", "before", 10, 0)
     tenants.on_finish("before", 10, 4 * SECOND)
     for name in ("r0", "r1"):
@@ -105,7 +105,7 @@ def test_calls_refused_for_those_that_run_are_told_times_apart():
 
 @pytest.mark.parametrize("limits", [TenantLimits(requests_per_minute=60), TenantLimits(tokens_per_minute=6000)])
 def test_each_refused_call_is_admitted_at_its_time_and_no_newcomer_before(limits: TenantLimits):
-    tenants, due_s = Tenants(None, None), {}
+    tenants, due_s = Tenants(UNLIMITED), {}
     for idx in range(80):
         call = returning(b"%d" % idx, limits=limits)
         refused = tenants.refusal(call)
@@ -122,7 +122,7 @@ def test_each_refused_call_is_admitted_at_its_time_and_no_newcomer_before(limits
 
 
 def test_a_retry_before_its_time_keeps_it_and_asking_again_takes_few_places():
-    tenants, limits = Tenants(None, None), TenantLimits(requests_per_minute=60)
+    tenants, limits = Tenants(UNLIMITED), TenantLimits(requests_per_minute=60)
     for _ in range(60):
         tenants.hold(Demand("a", limits, 1, 60 * SECOND))
     assert tenants.refusal(returning(b"a", limits=limits)).wait_ns == SECOND
@@ -133,7 +133,7 @@ def test_a_retry_before_its_time_keeps_it_and_asking_again_takes_few_places():
 
 
 def test_calls_that_never_return_do_not_shut_others_out():
-    tenants, limits = Tenants(None, None), TenantLimits(requests_per_minute=6)
+    tenants, limits = Tenants(UNLIMITED), TenantLimits(requests_per_minute=6)
     admitted = 0
     for now_s in range(600):
         call = returning(b"%d" % now_s, now_s, limits=limits)
@@ -144,27 +144,27 @@ def test_calls_that_never_return_do_not_shut_others_out():
 
 
 def test_what_was_really_used_is_settled_at_the_end():
-    tenants = Tenants(None, 600)
+    tenants = Tenants(TenantLimits(tokens_per_minute=600))
     enter(tenants, "a", "long", 100, 0)
     tenants.on_finish("long", 700, SECOND)
     refused = tenants.refusal(demand(num_tokens=100))
     assert refused is not None
     assert refused.wait_ns == pytest.approx(20 * SECOND)  # 100 in debt, and 100
-    tenants = Tenants(None, 600)
+    tenants = Tenants(TenantLimits(tokens_per_minute=600))
     enter(tenants, "a", "short", 600, 0)
     tenants.on_finish("short", 10, SECOND)
     assert tenants.refusal(demand(num_tokens=500)) is None
 
 
 def test_a_request_larger_than_the_bucket_comes_in_when_it_is_full():
-    tenants = Tenants(None, 600)
+    tenants = Tenants(TenantLimits(tokens_per_minute=600))
     assert tenants.refusal(demand(num_tokens=5000)) is None
     enter(tenants, "a", "r", 5000, 0)
     assert tenants.refusal(demand(now_s=60, num_tokens=1)) is not None
 
 
 def test_tenants_are_bounded_and_the_busy_are_not_forgotten():
-    tenants = Tenants(1, None)
+    tenants = Tenants(TenantLimits(max_concurrent=1))
     enter(tenants, "busy", "r", 1, 0)
     for idx in range(3 * MAX_TENANTS):
         assert tenants.refusal(demand(f"t{idx}")) is None
@@ -173,7 +173,7 @@ def test_tenants_are_bounded_and_the_busy_are_not_forgotten():
 
 
 def test_newcomers_share_an_account_when_all_are_busy():
-    tenants = Tenants(1, None)
+    tenants = Tenants(TenantLimits(max_concurrent=1))
     for idx in range(MAX_TENANTS):
         enter(tenants, f"t{idx}", f"r{idx}", 1, 0)
     enter(tenants, "new", "shared", 1, 0)
@@ -184,7 +184,7 @@ def test_newcomers_share_an_account_when_all_are_busy():
 
 
 def test_a_few_busy_tenants_do_not_keep_idle_ones_from_being_forgotten():
-    tenants = Tenants(1, None)
+    tenants = Tenants(TenantLimits(max_concurrent=1))
     for idx in range(16):
         enter(tenants, f"busy{idx}", f"r{idx}", 1, 0)
     for idx in range(MAX_TENANTS - 16):
@@ -196,7 +196,7 @@ def test_a_few_busy_tenants_do_not_keep_idle_ones_from_being_forgotten():
 
 def test_calls_with_other_limits_do_not_refill_a_bucket():
     """Tenants that share an account, or a trusted X-Tenant that is a key's name."""
-    tenants, limits = Tenants(None, 600), TenantLimits(requests_per_minute=1)
+    tenants, limits = Tenants(TenantLimits(tokens_per_minute=600)), TenantLimits(requests_per_minute=1)
     other = Demand("a", limits, 100, 0)
     assert tenants.refusal(other) is None
     tenants.hold(other)
@@ -207,7 +207,7 @@ def test_calls_with_other_limits_do_not_refill_a_bucket():
 
 
 def test_an_edit_of_a_keys_limits_gives_no_second_allowance():
-    tenants = Tenants(None, None)
+    tenants = Tenants(UNLIMITED)
     wide, narrow = (TenantLimits(max_concurrent=most, tokens_per_minute=600, requests_per_minute=60) for most in (8, 2))
     for idx in range(8):
         enter(tenants, "a", f"r{idx}", 75, 0, wide)
@@ -215,7 +215,7 @@ def test_an_edit_of_a_keys_limits_gives_no_second_allowance():
     for limits in (wide, narrow) * 4:
         held = tenants.hold(Demand("a", limits, 0, 0))
         tenants.release(held)
-    assert (held.account.num_running, held.account.level_tokens, held.account.level_requests) == (8, 0, 60 - 8 - 8)
+    assert (held.account.num_open_calls, held.account.level_tokens, held.account.level_requests) == (8, 0, 60 - 8 - 8)
     for idx in range(8):
         tenants.on_finish(f"r{idx}", 0, SECOND)
     less = TenantLimits(tokens_per_minute=100, max_concurrent=2)
@@ -226,7 +226,7 @@ def test_an_edit_of_a_keys_limits_gives_no_second_allowance():
 
 
 def test_a_key_with_limits_shares_no_account():
-    tenants, limits = Tenants(1, None), TenantLimits(max_concurrent=2)
+    tenants, limits = Tenants(TenantLimits(max_concurrent=1)), TenantLimits(max_concurrent=2)
     for idx in range(MAX_TENANTS + 1):
         enter(tenants, f"t{idx}", f"r{idx}", 1, 0)
     enter(tenants, "key", "r", 1, 0, limits)
@@ -238,7 +238,7 @@ def test_a_key_with_limits_shares_no_account():
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.floats(0, 30), st.integers(1, 400), st.integers(0, 400)), max_size=40))
 def test_over_any_time_no_tenant_uses_more_than_its_rate_and_one_bucket(calls):
     """The wait that is announced is enough, and what is let in beyond prediction is paid back."""
-    tenants, now_s = Tenants(None, 600), 0.0
+    tenants, now_s = Tenants(TenantLimits(tokens_per_minute=600)), 0.0
     used = {"a": 0, "b": 0}
     for idx, (tenant, gap_s, num_predicted, num_extra) in enumerate(calls):
         now_s += gap_s

@@ -237,7 +237,7 @@ def test_upstreams_have_the_limits_of_tenants_wherever_they_come_from(tmp_path: 
     for arguments in ([], ["--tenant-max-concurrent", "2"]):
         result = CliRunner().invoke(command, ["--config", str(path), *arguments], obj=made)
         assert result.exit_code == 0, result.output
-    assert [(one.tenant_tokens_per_minute, one.tenant_max_concurrent) for one in made] == [(300, None), (300, 2)]
+    assert [(one.tenant_limits.tokens_per_minute, one.tenant_limits.max_concurrent) for one in made] == [(300, None), (300, 2)]
 
 
 def test_the_arguments_of_a_policy_are_a_table_wherever_they_come_from(tmp_path: Path) -> None:

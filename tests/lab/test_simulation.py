@@ -27,6 +27,7 @@ from penstock.types.errors import PolicyError, Rejected, RejectReason
 from penstock.types.plan import Capacity, PaddingId, StepPlan, StepShape
 from penstock.types.request import FinishReason
 from penstock.types.stats import AdapterCounts
+from penstock.types.tenant_limits import TenantLimits
 
 CAPACITY = Capacity(num_blocks=65, block_size=16, max_rows=4, max_step_tokens=64, max_model_len=512)
 COST = CostModel()
@@ -248,7 +249,7 @@ def test_a_target_of_the_first_token_keeps_the_queue_short() -> None:
 
 def test_a_tenant_may_have_so_many_requests() -> None:
     jobs = [Job(arrival_ns=0, num_prompt_tokens=9, num_output_tokens=5, tenant="ab"[idx % 2]) for idx in range(8)]
-    records = simulation(limits=AdmissionLimits(tenant_max_concurrent=2)).run(of(*jobs)).records
+    records = simulation(limits=AdmissionLimits(tenant=TenantLimits(max_concurrent=2))).run(of(*jobs)).records
     assert Counter((record.tenant, record.error) for record in records) == {
         ("a", ""): 2,
         ("b", ""): 2,

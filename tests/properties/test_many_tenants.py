@@ -25,6 +25,7 @@ from penstock.testing import HashExecutor, make_core, make_request, run_to_compl
 from penstock.types.events import Add
 from penstock.types.plan import Capacity
 from penstock.types.stats import EngineLoad
+from penstock.types.tenant_limits import TenantLimits
 
 NUM_TENANTS = 10_000
 AT_ONCE = 50
@@ -58,7 +59,7 @@ def test_tenants_leave_no_more_behind_than_what_is_bounded(part: int, monkeypatc
     rng, clock = random.Random(5), VirtualClock()
     settings = {"order": {"max_tenants": max_accounts}}
     policies = make_policies(order="fair", predictor="online", eviction="tenant-fair", settings=settings)
-    admission = Admission(AdmissionLimits(tenant_max_concurrent=5, tenant_tokens_per_minute=60_000), CAPACITY)
+    admission = Admission(AdmissionLimits(tenant=TenantLimits(max_concurrent=5, tokens_per_minute=60_000)), CAPACITY)
     metrics, journal = Metrics("m"), Journal(1000 // part)
     core = make_core(CAPACITY, observer=ObserverGroup([metrics, admission]), policies=policies, journal=journal)
     executor = HashExecutor(CAPACITY)

@@ -11,6 +11,7 @@ import pytest
 from penstock.admission.door import AdmissionLimits
 from penstock.clock import WallClock
 from penstock.config import ServerConfig
+from penstock.types.tenant_limits import TenantLimits
 from support.server.admission import ONE_ROW, Held
 from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, make_text_runtime, running, until
 
@@ -40,7 +41,7 @@ class JumpingClock(WallClock):
 
 
 async def test_a_tenant_may_run_so_many_and_others_go_on():
-    async with Held(tenant_max_concurrent=1) as held:
+    async with Held(tenant=TenantLimits(max_concurrent=1)) as held:
         again = asyncio.create_task(held.client.post("/v1/completions", json=BODY, headers={"X-Tenant": "acme"}))
         await until(lambda: held.server.runtime.engine.load().num_waiting == 1)
         refused = await held.client.post("/v1/completions", json=BODY, headers={"X-Tenant": "acme"})
@@ -56,7 +57,7 @@ async def test_a_tenant_may_run_so_many_and_others_go_on():
 
 
 async def test_the_key_names_the_tenant():
-    runtime = make_runtime(limits=AdmissionLimits(tenant_tokens_per_minute=40))
+    runtime = make_runtime(limits=AdmissionLimits(tenant=TenantLimits(tokens_per_minute=40)))
     try:
         async with make_client(runtime, api_keys=("one", "two")) as client:
 
@@ -75,7 +76,7 @@ async def test_the_key_names_the_tenant():
 
 
 async def test_choices_and_beams_take_their_prompt_from_the_tenants_tokens_once():
-    runtime = make_runtime(limits=AdmissionLimits(tenant_tokens_per_minute=400))
+    runtime = make_runtime(limits=AdmissionLimits(tenant=TenantLimits(tokens_per_minute=400)))
     prompt = [*range(100)]
     body = {"prompt": prompt, "n": 3, "max_tokens": 4, "ignore_eos": True}
     try:
@@ -89,7 +90,7 @@ async def test_choices_and_beams_take_their_prompt_from_the_tenants_tokens_once(
 
 
 async def test_a_truncated_prompt_counts_as_what_is_left_of_it():
-    runtime = make_runtime(limits=AdmissionLimits(tenant_tokens_per_minute=400))
+    runtime = make_runtime(limits=AdmissionLimits(tenant=TenantLimits(tokens_per_minute=400)))
     try:
         async with make_client(runtime) as client:
             for prompt in ("a" * 4000, ["a" * 1500] * 2):
@@ -102,7 +103,7 @@ async def test_a_truncated_prompt_counts_as_what_is_left_of_it():
 
 @pytest.mark.parametrize("trusts", [False, True])
 async def test_with_keys_the_tenant_header_counts_only_if_it_is_trusted(trusts):
-    runtime = make_runtime(limits=AdmissionLimits(tenant_tokens_per_minute=40))
+    runtime = make_runtime(limits=AdmissionLimits(tenant=TenantLimits(tokens_per_minute=40)))
     try:
         async with make_client(runtime, api_keys=("one",), trust_tenant_header=trusts) as client:
             statuses = []

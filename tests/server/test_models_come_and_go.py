@@ -32,6 +32,7 @@ from penstock.serve.course import COURSE_KEY, Course
 from penstock.serve.waiting import FolderWatch
 from penstock.testing import HashExecutor, HashModel
 from penstock.types.errors import ModelError
+from penstock.types.tenant_limits import TenantLimits
 from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, make_client, make_runtime, make_text_runtime, until
 
 NAMES = ("a", "b", "texts")
@@ -448,7 +449,9 @@ async def test_too_many_that_wait_are_turned_away():
 async def test_requests_that_wait_for_a_load_count_to_their_tenants_limit(tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\nname = "greedy"\nkey = "g"\nmax_concurrent = 1\n[[keys]]\nname = "alice"\nkey = "a"\n')
-    async with serving(config=ServerConfig(api_keys_file=str(keys)), max_waiting=8, tenant_max_concurrent=2) as world:
+    async with serving(
+        config=ServerConfig(api_keys_file=str(keys)), max_waiting=8, tenant_limits=TenantLimits(max_concurrent=2)
+    ) as world:
         world.may_load.clear()
         waiting = []
         for key, most in (("g", 1), ("a", 2)):
@@ -466,7 +469,7 @@ async def test_a_tenants_places_are_one_count_for_all_its_keys_and_without_lines
     keys = tmp_path / "keys.toml"
     keys.write_text('[[keys]]\nname = "one"\nkey = "1"\n[[keys]]\nname = "two"\nkey = "2"\n')
     config = ServerConfig(api_keys_file=str(keys), trust_tenant_header=True)
-    async with serving(config=config, tenant_max_concurrent=1) as world, lines_of_batches(world) as lines:
+    async with serving(config=config, tenant_limits=TenantLimits(max_concurrent=1)) as world, lines_of_batches(world) as lines:
         world.may_load.clear()
 
         async def ask(client, key):

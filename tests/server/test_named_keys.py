@@ -4,15 +4,18 @@ import asyncio
 import hashlib
 import signal
 import textwrap
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import httpx
 import pytest
 
+from penstock.cli.options import setting_keys
 from penstock.config import ServerConfig
+from penstock.config.components import config_from
 from penstock.config.keys import api_keys, isolates_tenants, read_key_file, read_named_keys
 from penstock.config.upstreams import UpstreamConfig
 from penstock.deploy.deployment import Deployment
+from penstock.deploy.policies import admission_limits
 from penstock.deploy.resources import MemoryBudget
 from penstock.deploy.routes import Route
 from penstock.deploy.running import ServedModel
@@ -23,6 +26,7 @@ from penstock.serve.http.listener import bind_socket
 from penstock.serve.server import Server
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
+from penstock.types.tenant_limits import TenantLimits
 from support.server.errors import check
 from support.server.files import put
 from support.server.harness import (
@@ -183,6 +187,32 @@ async def test_concurrency_is_that_of_the_key_also_where_a_gateway_names_tenants
             assert "tenant_concurrency" in refused.text
             gate.open()
             assert (await ask).status_code == 200
+
+
+@pytest.mark.parametrize("limit", [field.name for field in fields(TenantLimits)])
+async def test_every_limit_of_a_key_is_kept(limit, file):
+    """Also the limits that somebody adds."""
+    gate = GatedExecutor()
+    with running(gate, config=config(write(file, **{limit: 1}))) as server:
+        await second_is_refused(server, gate, bearer("alice"))
+
+
+@pytest.mark.parametrize("key", [key for key in setting_keys("admission") if key.startswith("tenant_")])
+async def test_every_limit_of_all_tenants_is_kept(key):
+    limits, gate = admission_limits(config_from({key: 1}).admission), GatedExecutor()
+    with running(gate, limits=limits) as server:
+        await second_is_refused(server, gate, {"X-Tenant": "alice"})
+
+
+async def second_is_refused(server, gate, headers):
+    async with httpx.AsyncClient(base_url=server.url, headers=headers, timeout=20) as client:
+        first = asyncio.create_task(client.post(COMPLETIONS, json=ASK))
+        await until(lambda: server.runtime.engine.load().num_running == 1)
+        refused = await client.post(COMPLETIONS, json=ASK)
+        check(refused, 429, "overloaded")
+        assert "tenant_" in refused.text
+        gate.open()
+        assert (await first).status_code == 200
 
 
 async def test_a_key_opens_the_models_that_it_names(file):

@@ -35,6 +35,7 @@ from penstock.serve.verdicts import Verdicts
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import STATE_WIDTH
 from penstock.types.errors import ConfigError, ModelAway, Rejected, RejectReason
+from penstock.types.tenant_limits import TenantLimits
 from support.deployments import deployment_of
 from support.server.harness import (
     CAPACITY,
@@ -145,7 +146,7 @@ async def test_an_index_of_another_model_with_the_embedder_s_name_finds_nothing_
 
 async def test_an_index_is_compared_with_the_model_that_runs_now(models, index: Path, pipeline: Pipeline) -> None:
     """Not with the one before it, which was unloaded or updated."""
-    limits = AdmissionLimits(tenant_tokens_per_minute=1)  # the comparison is not the client's
+    limits = AdmissionLimits(tenant=TenantLimits(tokens_per_minute=1))  # the comparison is not the client's
     texts = make_text_runtime(served_names=("vectors",), aliases=(), limits=limits)
     other = make_text_runtime(TurnedExecutor(EMBEDDER.width), served_names=("vectors",), aliases=())
     deployment = deployment_of(models[0], texts, pipelines=[pipeline])
@@ -686,7 +687,7 @@ async def test_a_reranker_chooses_among_the_nearest(models, pipeline: Pipeline, 
 
 async def test_pairs_for_the_reranker_count_towards_no_limit(models, pipeline: Pipeline) -> None:
     config = replace(pipeline.config, reranker=RerankerConfig(model="judge", candidates=2))
-    limits = AdmissionLimits(tenant_tokens_per_minute=1)  # the first pairs would use it up
+    limits = AdmissionLimits(tenant=TenantLimits(tokens_per_minute=1))  # the first pairs would use it up
     judge = make_text_runtime(encoder=RERANKER, served_names=("judge",), aliases=(), limits=limits)
     try:
         async with make_client(*models, judge, pipelines=[replace(pipeline, config=config)]) as client:

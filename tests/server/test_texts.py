@@ -20,6 +20,7 @@ from penstock.serve.texts.tokens import named
 from penstock.testing import expected_state, make_request
 from penstock.types.encoder import TextTokens
 from penstock.types.request import FinishReason
+from penstock.types.tenant_limits import TenantLimits
 from support.server.errors import check
 from support.server.harness import (
     CLASSIFIER,
@@ -588,7 +589,7 @@ async def test_a_list_does_not_shut_the_door_for_others(max_step_tokens):
 
 
 async def test_a_list_of_token_ids_counts_for_as_many_requests_as_the_engine_gets_at_once():
-    gate, runtime, client = texts_gate(limits=AdmissionLimits(tenant_max_concurrent=100))
+    gate, runtime, client = texts_gate(limits=AdmissionLimits(tenant=TenantLimits(max_concurrent=100)))
     first = asyncio.create_task(client.post("/v1/embeddings", json={"input": "short"}))
     await until(lambda: runtime.engine.load().num_running > 0)
     token_ids = [[5 + index % 50] * 11 for index in range(1000)]  # 16 of them fill two steps

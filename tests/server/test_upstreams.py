@@ -32,6 +32,7 @@ from penstock.serve.own_requests import OwnRequests
 from penstock.testing import HashExecutor
 from penstock.types.errors import ConfigError
 from penstock.types.request import Owner
+from penstock.types.tenant_limits import TenantLimits
 from support.deployments import deployment_of
 from support.server.far import DONE, END, Script, answers, event, hang_up, serving, silence, streams, whole
 from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, LiveServer, make_client, make_runtime, until
@@ -328,7 +329,7 @@ async def test_keys_limits_hold_there_too(near, tmp_path: Path) -> None:
 
 
 async def test_tenants_limits_of_the_server_hold_there_too(near, tmp_path: Path) -> None:
-    async with clients(near, answers(200, whole()), tenant_tokens_per_minute=300) as (client, server):
+    async with clients(near, answers(200, whole()), tenant_limits=TenantLimits(tokens_per_minute=300)) as (client, server):
         found = [await client.post(CHAT, json=BODY | {"max_tokens": 300}, headers={"X-Tenant": name}) for name in "aab"]
         assert [one.status_code for one in found] == [200, 429, 200]
         assert "300 tokens per minute" in found[1].text
@@ -336,7 +337,7 @@ async def test_tenants_limits_of_the_server_hold_there_too(near, tmp_path: Path)
 
 
 async def test_calls_that_a_tenants_limit_refuses_there_get_times_apart(near) -> None:
-    async with clients(near, answers(200, whole()), tenant_tokens_per_minute=300) as (client, _server):
+    async with clients(near, answers(200, whole()), tenant_limits=TenantLimits(tokens_per_minute=300)) as (client, _server):
         found = [await client.post(CHAT, json=BODY | {"max_tokens": 300, "seed": number}) for number in range(3)]
     assert [one.status_code for one in found] == [200, 429, 429]
     first_s, second_s = [int(one.headers["retry-after"]) for one in found[1:]]
@@ -713,8 +714,8 @@ async def test_lines_of_batches_leave_half_of_the_places_to_others_and_wait_for_
 
 
 async def test_the_limits_of_a_key_do_not_apply_to_lines_of_batches(near) -> None:
-    key = ApiKey(name="alice", digest=b"", requests_per_minute=1)
-    async with clients(near, answers(200, whole()), tenant_tokens_per_minute=1) as (client, server):
+    key = ApiKey(name="alice", digest=b"", limits=TenantLimits(requests_per_minute=1))
+    async with clients(near, answers(200, whole()), tenant_limits=TenantLimits(tokens_per_minute=1)) as (client, server):
         own = OwnRequests(lambda _name: Sender(key=key))
         own.app = client.app
         for nth in (1, 2, 3):

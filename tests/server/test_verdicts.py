@@ -32,6 +32,7 @@ from penstock.testing.hash_executor import HashModel
 from penstock.types.errors import ModelAway, Rejected, RejectReason
 from penstock.types.request import FinishReason
 from penstock.types.result import TokenLogprobs
+from penstock.types.tenant_limits import TenantLimits
 from support.server import tools
 from support.server.harness import (
     CAPACITY,
@@ -275,7 +276,7 @@ async def test_a_verdict_has_the_terms_of_the_request_but_counts_for_no_limit(mo
 async def test_a_verdict_does_not_reset_the_limits_of_a_key(tmp_path) -> None:
     """The verifier also answers, and the server has limits for keys without their own."""
     (tmp_path / "keys.toml").write_text('[[keys]]\nname = "me"\nkey = "the-key-of-mine"\nrequests_per_minute = 1\n')
-    limits = AdmissionLimits(tenant_max_concurrent=8, tenant_tokens_per_minute=10)
+    limits = AdmissionLimits(tenant=TenantLimits(max_concurrent=8, tokens_per_minute=10))
     models = [
         make_runtime(HashExecutor(CAPACITY, model=one), served_names=(name,), aliases=(), limits=limits)
         for name, one in (("small", OTHER_WORDS), ("large", PRINTABLE_MODEL))
@@ -558,7 +559,7 @@ async def test_a_member_that_is_loaded_first_answers_in_its_turn(models, monkeyp
 async def test_a_limit_of_the_tenant_ends_an_ensemble_at_once(monkeypatch) -> None:
     """The other models' answers are cancelled, and their places given back."""
     gate = GatedExecutor(CAPACITY, model=OTHER_WORDS)
-    limits = AdmissionLimits(tenant_max_concurrent=1)
+    limits = AdmissionLimits(tenant=TenantLimits(max_concurrent=1))
     models = [
         make_runtime(gate, served_names=("small",), aliases=(), limits=limits),
         make_runtime(HashExecutor(CAPACITY, model=PRINTABLE_MODEL), served_names=("large",), aliases=()),

@@ -6,13 +6,7 @@ from dataclasses import dataclass
 
 from penstock.types.adapter import AdapterRef
 from penstock.types.errors import RejectReason
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenantLimits:
-    max_concurrent: int | None = None
-    tokens_per_minute: int | None = None
-    requests_per_minute: int | None = None
+from penstock.types.tenant_limits import TenantLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from penstock.types.errors import TENANT_REASONS, Rejected, RejectReason, counte
 from penstock.types.plan import Capacity
 from penstock.types.request import FinishReason, Request
 from penstock.types.stats import EngineLoad, RequestStats, StepStats, WaitReason
+from penstock.types.tenant_limits import UNLIMITED, TenantLimits
 
 DEFAULT_KV_HEADROOM = 0.2
 MIN_RETRY_AFTER_S = 1.0
@@ -52,8 +53,8 @@ class AdmissionLimits:
     """Target for the first token. None: calls are not refused for a long queue."""
     kv_headroom: float = DEFAULT_KV_HEADROOM
     """Share of the KV blocks kept free for growth, [0, 1)."""
-    tenant_max_concurrent: int | None = None
-    tenant_tokens_per_minute: int | None = None
+    tenant: TenantLimits = UNLIMITED
+    """Limits of tenants that have none of their own."""
 
     def __post_init__(self) -> None:
         if self.max_queue < 1:
@@ -103,7 +104,7 @@ class Admission:
         self._max_model_len = capacity.max_model_len
         self._backlog = Backlog()
         self._promises = Promises()
-        self._tenants = tenants or Tenants(limits.tenant_max_concurrent, limits.tenant_tokens_per_minute)
+        self._tenants = tenants or Tenants(limits.tenant)
         self._waits_for = WaitReason.NOTHING
         self._num_entering = 0
         """Requests of admitted calls that are not submitted yet."""
@@ -245,7 +246,7 @@ class Admission:
         own_prefill_ns = self.pace.prefill_ns(computed_share * num_prompt_tokens)
         num_own_tokens = round(computed_share * num_prompt_tokens) + ask.num_requests * num_new_tokens
         num_blocks_own = self._num_blocks(num_own_tokens, ask.num_requests)
-        num_blocks_kept = 0 if is_expected else self._promises.num_blocks_due(now_ns)
+        num_blocks_kept = 0 if is_expected else self._promises.num_needed_now(now_ns)
         num_blocks_demanded = self._num_blocks_demanded(load)
         load_ns = 0
         if ask.adapter is not None:
@@ -359,7 +360,7 @@ class Admission:
             self._promises.settle(promise)
         ask, spacing_ns = view.ask, view.ns_per_request
         return self._promises.make(
-            ask.claim, view.now_ns, wait_ns, spacing_ns, max_wait_ns, num_blocks=num_blocks, tenant=ask.tenant
+            ask.claim, view.now_ns, wait_ns, spacing_ns, max_wait_ns, num_needed=num_blocks, tenant=ask.tenant
         )
 
 

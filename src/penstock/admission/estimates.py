@@ -286,7 +286,8 @@ class Promise:
     claim: bytes | None
     due_ns: int
     expires_ns: int
-    num_blocks: int = 0
+    num_needed: int = 0
+    """KV blocks, or tokens of a tenant's bucket, that its call needs."""
     tenant: str = ""
     has_come: bool = False
     """The client returned in time before, so its next return is taken as certain."""
@@ -316,7 +317,7 @@ class Promises:
         self._return_share = 1.0
         self._num_open = 0
         """Promises that are not over, due or not."""
-        self._num_open_blocks = 0
+        self._num_open_needed = 0
 
     def make(
         self,
@@ -326,7 +327,7 @@ class Promises:
         ns_per_request: int | None,
         max_wait_ns: int,
         *,
-        num_blocks: int = 0,
+        num_needed: int = 0,
         tenant: str = "",
         spread: float = SPREAD,
     ) -> int:
@@ -347,7 +348,7 @@ class Promises:
             self._last_due_ns = shared_due_ns
         line.num_places, line.last_due_ns = line.num_places + 1, due_ns
         self._lines[tenant] = line
-        promise = Promise(claim, due_ns, _expires_ns(now_ns, due_ns), num_blocks, tenant)
+        promise = Promise(claim, due_ns, _expires_ns(now_ns, due_ns), num_needed, tenant)
         heappush(self._later, (due_ns, promise))
         self._count(promise, 1)
         if claim is not None:
@@ -366,20 +367,20 @@ class Promises:
         """End a promise, since its call returned."""
         self._end(promise, came_back=True)
 
-    def renew(self, promise: Promise, now_ns: int, wait_ns: int, num_blocks: int) -> None:
+    def renew(self, promise: Promise, now_ns: int, wait_ns: int, num_needed: int) -> None:
         """Promise another return to a call that came in time but finds too few free blocks."""
         self._end(promise, came_back=True)
-        renewed = Promise(promise.claim, now_ns, _expires_ns(now_ns, now_ns + wait_ns), num_blocks, has_come=True)
+        renewed = Promise(promise.claim, now_ns, _expires_ns(now_ns, now_ns + wait_ns), num_needed, has_come=True)
         heappush(self._due, renewed)
         self._count(renewed, 1)
         if promise.claim is not None:
             self._by_claim.setdefault(promise.claim, []).insert(0, renewed)
 
-    def num_blocks_due(self, now_ns: int) -> int:
-        """Return the KV blocks kept for calls due now, weighted by the share of calls that return."""
+    def num_needed_now(self, now_ns: int) -> int:
+        """Return what is kept for calls due now, weighted by the share of calls that return."""
         self._advance(now_ns)
-        kept = [promise for promise in self._due if promise.num_blocks and not promise.is_over]
-        return round(sum(promise.num_blocks * (1.0 if promise.has_come else self._return_share) for promise in kept))
+        kept = [promise for promise in self._due if promise.num_needed and not promise.is_over]
+        return round(sum(promise.num_needed * (1.0 if promise.has_come else self._return_share) for promise in kept))
 
     def num_due(self, now_ns: int) -> int:
         """Return the places kept for calls due now, weighted by the share of calls that return."""
@@ -387,13 +388,13 @@ class Promises:
         return round(self._return_share * sum(not promise.is_over for promise in self._due))
 
     def expected(self, now_ns: int) -> tuple[float, float]:
-        """Return the calls expected back now or later and their blocks, both weighted by the share of calls that return."""
+        """Return the calls expected back now or later and what they need, both weighted by the share of calls that return."""
         self._advance(now_ns)
-        return self._return_share * self._num_open, self._return_share * self._num_open_blocks
+        return self._return_share * self._num_open, self._return_share * self._num_open_needed
 
     def _count(self, promise: Promise, sign: int) -> None:
         self._num_open += sign
-        self._num_open_blocks += sign * promise.num_blocks
+        self._num_open_needed += sign * promise.num_needed
 
     def _advance(self, now_ns: int) -> None:
         while self._later and self._later[0][0] <= now_ns:

@@ -15,9 +15,10 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from penstock.admission.ask import Refusal, TenantLimits
+from penstock.admission.ask import Refusal
 from penstock.admission.estimates import SPREAD, Promise, Promises
 from penstock.types.errors import RejectReason, counted
+from penstock.types.tenant_limits import UNLIMITED, TenantLimits
 
 MAX_TENANTS = 1024
 """Most accounts. Beyond it an idle one is forgotten. If none is found, new tenants without limits of their own share one."""
@@ -44,8 +45,8 @@ class Demand:
 @dataclass(slots=True)
 class Account:
     limits: TenantLimits
-    num_running: int = 0
-    """Calls that have not ended."""
+    num_open_calls: int = 0
+    """Calls that run or wait."""
     num_entering_tokens: int = 0
     num_correction_tokens: int = 0
     """Tokens of ended requests beyond their predictions."""
@@ -55,7 +56,7 @@ class Account:
     num_settled_tokens: int = 0
     """The part of `num_correction_tokens` already taken from `level_tokens`."""
     promises: Promises = field(default_factory=Promises)
-    """Times at which refused calls should return. `num_blocks` of each is the number of tokens that it needs."""
+    """Times at which refused calls should return. `num_needed` of each is in tokens."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,10 +70,10 @@ class Held:
 
 
 class Tenants:
-    def __init__(self, max_concurrent: int | None, tokens_per_minute: int | None) -> None:
-        """Default limits for tenants without their own. None means unlimited."""
-        self._default = TenantLimits(max_concurrent=max_concurrent, tokens_per_minute=tokens_per_minute)
-        self.has_default = max_concurrent is not None or tokens_per_minute is not None
+    def __init__(self, default: TenantLimits) -> None:
+        """`default`: limits of tenants without their own."""
+        self._default = default
+        self.has_default = default != UNLIMITED
         """Whether tenants without limits of their own have any."""
         self._accounts: OrderedDict[tuple[str, bool], Account] = OrderedDict()
         """Key: (tenant, whether it has its own limits), as an X-Tenant may be a key's name. `_forget_one` tries the first."""
@@ -80,7 +81,7 @@ class Tenants:
         """Request id -> (its call, its predicted tokens)."""
         self._duration_ns = 0.0
         self._ending = threading.Lock()
-        """Guards what the end of a request writes: `num_open`, `num_running`, `num_correction_tokens` and `_duration_ns`."""
+        """Guards what the end of a request writes: `num_open`, `num_open_calls`, `num_correction_tokens` and `_duration_ns`."""
 
     def refusal(self, demand: Demand) -> Refusal | None:
         """Return why the call is refused, or None. Most refused calls get a time of their own, within a minute."""
@@ -100,7 +101,7 @@ class Tenants:
                 account.promises.settle(promise)
             spacing_ns, max_wait_ns = self._spacing_ns(account, demand), max(wait_ns, _MINUTE_NS)
             wait_ns = account.promises.make(
-                demand.claim, now_ns, wait_ns, spacing_ns, max_wait_ns, num_blocks=_num_needed(account, demand), spread=1.0
+                demand.claim, now_ns, wait_ns, spacing_ns, max_wait_ns, num_needed=_num_needed(account, demand), spread=1.0
             )
         return replace(refusals[0], wait_ns=wait_ns)
 
@@ -160,20 +161,20 @@ class Tenants:
 
     def _begin_one(self, held: Held) -> None:
         with self._ending:
-            held.account.num_running += not held.num_open
+            held.account.num_open_calls += not held.num_open
             held.num_open += 1
 
     def _end_one(self, held: Held) -> None:
         """Count the end of a request of the call. The caller holds the lock."""
         held.num_open -= 1
-        held.account.num_running -= not held.num_open
+        held.account.num_open_calls -= not held.num_open
 
     def _too_many(self, account: Account) -> Refusal | None:
-        num_running, most = account.num_running, account.limits.max_concurrent
-        if most is None or num_running < most:
+        num_open, most = account.num_open_calls, account.limits.max_concurrent
+        if most is None or num_open < most:
             return None
         # No place is kept for returns here: nobody knows when calls end, and the place would stay empty.
-        detail = f"the tenant has {counted(num_running, 'request')} already, at most {most} may run or wait"
+        detail = f"the tenant has {counted(num_open, 'request')} already, at most {most} may run or wait"
         return Refusal(RejectReason.TENANT_CONCURRENCY, detail, int(self._duration_ns / most))
 
     def _account(self, tenant: str, limits: TenantLimits | None, now_ns: int) -> Account:
@@ -211,7 +212,7 @@ class Tenants:
             limits = account.limits
             has_tokens = account.level_tokens >= (limits.tokens_per_minute or 0)
             has_requests = account.level_requests >= (limits.requests_per_minute or 0)
-            if has_tokens and has_requests and not account.num_running:
+            if has_tokens and has_requests and not account.num_open_calls:
                 del self._accounts[key]
                 return True
             self._accounts.move_to_end(key)

@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 from click.shell_completion import CompletionItem
 
-from penstock.config.components import COMPONENTS
+from penstock.config.components import COMPONENTS, config_from
 from penstock.config.routing import Routing
 from penstock.config.setting import Kind, Setting, settings_of
 from penstock.config.several import find_table, own_settings
@@ -223,8 +223,8 @@ def routing_of_file() -> Routing:
     Each upstream gets the command's limits of tenants.
     """
     params, routing = click.get_current_context().params, _file().routing
-    limits: dict[str, Any] = {key: params.get(key) for key in ("tenant_max_concurrent", "tenant_tokens_per_minute")}
-    return replace(routing, upstreams=tuple([replace(one, **limits) for one in routing.upstreams]))
+    limits = config_from({key: params[key] for key in setting_keys("admission") if key in params}).admission.tenant_limits
+    return replace(routing, upstreams=tuple([replace(one, tenant_limits=limits) for one in routing.upstreams]))
 
 
 def settings_of_file(model: str | None) -> dict[str, object]:

@@ -57,7 +57,7 @@ def serve_replicas(
         read_facts=partial(read_facts, source),
         is_fixed=True,
         max_waiting=config.admission.max_queue,
-        tenant_max_concurrent=config.admission.tenant_max_concurrent,
+        tenant_limits=config.admission.tenant_limits,
     )
 
 

@@ -29,6 +29,7 @@ from penstock.config.setting import (
 )
 from penstock.types.adapter import MergedAdapter
 from penstock.types.errors import ConfigError
+from penstock.types.tenant_limits import TenantLimits
 
 DEFAULT_MODEL = "smollm2:135m"
 
@@ -364,6 +365,11 @@ class AdmissionConfig(Component):
     tenant_tokens_per_minute: int | None = count(
         None, "Tokens, prompt and output, that one tenant may use; more are answered 429.", minimum=1
     )
+
+    @property
+    def tenant_limits(self) -> TenantLimits:
+        """Limits of tenants that have none of their own."""
+        return TenantLimits(max_concurrent=self.tenant_max_concurrent, tokens_per_minute=self.tenant_tokens_per_minute)
 
 
 class Load(StrEnum):

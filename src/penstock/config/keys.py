@@ -8,13 +8,14 @@ import stat
 import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from penstock.config.components import ServerConfig
 from penstock.config.upstreams import UpstreamConfig
 from penstock.types.errors import ConfigError
+from penstock.types.tenant_limits import TenantLimits
 
 MAX_NAMED_KEYS = 1000
 MAX_FILE_BYTES = 1 << 20
@@ -23,7 +24,7 @@ NAME = re.compile(r"[A-Za-z0-9._:@/-]{1,64}")
 """A tenant's name: the name of a key, or the value of the header X-Tenant."""
 _UNNAMED = "key-"
 _SHA256 = re.compile(r"[0-9a-fA-F]{64}")
-_LIMITS = ("requests_per_minute", "max_concurrent", "tokens_per_minute")
+_LIMITS = tuple([limit.name for limit in fields(TenantLimits)])
 _FIELDS = ("name", "key", "sha256", *_LIMITS, "priority", "models")
 _MAX_COUNT = 10**12
 _MAX_PRIORITY = 2**31 - 1
@@ -37,11 +38,8 @@ class ApiKey:
     """The tenant of the key's requests. Safe to log."""
     digest: bytes
     """SHA-256 of the key."""
-    requests_per_minute: int | None = None
-    max_concurrent: int | None = None
-    """Most requests that run or wait at once."""
-    tokens_per_minute: int | None = None
-    """Tokens of prompts and answers."""
+    limits: TenantLimits | None = None
+    """None: the defaults."""
     priority: int | None = None
     """The most urgent priority that its requests may have; lower is first."""
     models: tuple[str, ...] | None = None
@@ -168,7 +166,7 @@ def _read_key(entry: Mapping[str, Any], place: str) -> ApiKey:
         digest=_digest_of(entry, place),
         priority=priority,
         models=None if models is None else tuple(models),
-        **counts,
+        limits=TenantLimits(**counts) if counts else None,
     )
 
 

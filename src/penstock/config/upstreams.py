@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from penstock.config.tables import Table, check_keys, count_of, name_of, number_of, parse_tables, pattern_of, text_of
 from penstock.types.errors import ConfigError
+from penstock.types.tenant_limits import UNLIMITED, TenantLimits
 
 UPSTREAMS = "upstreams"
 DEFAULT_SILENCE_S, DEFAULT_ANSWER_S, DEFAULT_CONCURRENT = 60.0, 600.0, 64
@@ -31,8 +32,7 @@ class UpstreamConfig:
     max_answer_s: float = DEFAULT_ANSWER_S
     """Longest time for an unstreamed answer."""
     max_concurrent: int = DEFAULT_CONCURRENT
-    tenant_max_concurrent: int | None = None
-    tenant_tokens_per_minute: int | None = None
+    tenant_limits: TenantLimits = UNLIMITED
     """Default limits of the server's tenants, as at its own models. They are settings of the command, not keys of the table."""
     never_keys: tuple[str, ...] = ()
     """Names of API keys whose requests are never sent to the upstream."""

@@ -171,7 +171,7 @@ def serve_model(config: Config, source: ModelSource, resources: Resources) -> Se
         is_fixed=is_on_gpu,
         path=source.path if is_in_folder else None,
         max_waiting=config.admission.max_queue,
-        tenant_max_concurrent=config.admission.tenant_max_concurrent,
+        tenant_limits=config.admission.tenant_limits,
         end=lasting.close,
     )
 

@@ -59,7 +59,7 @@ class Lasting:
     def tenants(self) -> Tenants:
         from penstock.admission.tenants import Tenants
 
-        return Tenants(self.limits.tenant_max_concurrent, self.limits.tenant_tokens_per_minute)
+        return Tenants(self.limits.tenant)
 
     def recorder_of(self, blueprint: Blueprint, executor: Executor, clock: Clock) -> Recorder | None:
         """Return the recorder of a load's engines, or None if nothing is recorded. All loads have one recording.

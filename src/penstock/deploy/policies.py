@@ -181,6 +181,5 @@ def admission_limits(config: AdmissionConfig) -> AdmissionLimits:
         max_queue=config.max_queue,
         slo_ttft_ns=nanoseconds(config.slo_ttft_s),
         kv_headroom=config.kv_headroom,
-        tenant_max_concurrent=config.tenant_max_concurrent,
-        tenant_tokens_per_minute=config.tenant_tokens_per_minute,
+        tenant=config.tenant_limits,
     )

@@ -26,6 +26,7 @@ from penstock.types.encoder import EncoderInfo
 from penstock.types.errors import ModelAway, PenstockError
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingDefaults
+from penstock.types.tenant_limits import UNLIMITED, TenantLimits
 
 if TYPE_CHECKING:  # importing them would delay the loading of the first model's weights
     from penstock.admission.door import Admission
@@ -250,8 +251,8 @@ class ServedModel:
     """The model's entry in the folder of models, if it comes from there."""
     max_waiting: int = 1024
     """Most requests that wait for the model to be loaded."""
-    tenant_max_concurrent: int | None = None
-    """Most requests of one tenant that wait for the load, unless the tenant has limits of its own."""
+    tenant_limits: TenantLimits = UNLIMITED
+    """Limits of tenants that have none of their own. `max_concurrent` counts for requests that wait for the load, too."""
     end: Callable[[], None] = lambda: None
     """Called when the server has ended, and does not load the model again."""
 

@@ -7,10 +7,9 @@ import re
 
 from starlette.types import Scope
 
-from penstock.admission.ask import TenantLimits
 from penstock.calls.call import Terms
 from penstock.config import ServerConfig
-from penstock.config.keys import NAME, NAME_RULE, ApiKey
+from penstock.config.keys import NAME, NAME_RULE
 from penstock.deploy.off_loop import lane_of
 from penstock.serve.bodies import INT32_MAX, INT32_MIN
 from penstock.serve.course import course_of
@@ -24,7 +23,6 @@ _HASHED_BYTES = 1 << 16
 
 MAX_DEADLINE_MS = 24 * 3600 * 1000
 _INTEGER = re.compile(r"[+-]?[0-9]{1,10}")
-_NO_LIMITS = TenantLimits()
 _RETRY_COUNT = b"x-stainless-retry-count"
 """Header in which OpenAI's and Anthropic's clients number their attempts."""
 IDEMPOTENCY_KEY = "Idempotency-Key"
@@ -84,7 +82,7 @@ def read_terms(
             priority_of_header, priority, None if key is None else key.priority, can_prioritise=is_priority_scheduled
         ),
         background=course.is_background,
-        limits=None if course.is_background else _limits_of(key),
+        limits=None if key is None or course.is_background else key.limits,
         cache_salt=cache_salt.encode(),
         conversation=_conversation_of(owner, conversation),
         waits=course.waits,
@@ -105,8 +103,9 @@ def read_owner(scope: Scope) -> Owner:
     The header X-Tenant counts if the server has no keys, or trusts the header and the key has no limits of its own. Otherwise
     the key is the tenant: a client could escape the key's limits by naming a new tenant with each call.
     """
-    key = key_name(scope)
-    if key and (not trusts_tenant(scope) or _limits_of(key_of(scope)) is not None):
+    key, api_key = key_name(scope), key_of(scope)
+    has_limits = api_key is not None and api_key.limits is not None
+    if key and (has_limits or not trusts_tenant(scope)):
         return Owner(key=key, tenant=key)
     tenant = _value(scope, "X-Tenant")
     if tenant is not None and not NAME.fullmatch(tenant):
@@ -128,17 +127,6 @@ def is_local_only(scope: Scope) -> bool:
 def read_lane(scope: Scope) -> Owner:
     """Return the owner under whose tenant the request's work takes turns off the event loop. Raises 400."""
     return lane_of(read_owner(scope), is_background=course_of(scope).is_background)
-
-
-def _limits_of(key: ApiKey | None) -> TenantLimits | None:
-    if key is None:
-        return None
-    limits = TenantLimits(
-        max_concurrent=key.max_concurrent,
-        tokens_per_minute=key.tokens_per_minute,
-        requests_per_minute=key.requests_per_minute,
-    )
-    return None if limits == _NO_LIMITS else limits
 
 
 def _priority(from_header: int | None, from_body: int | None, least: int | None, *, can_prioritise: bool) -> int:

@@ -82,7 +82,7 @@ class Upstream:
         self._off_loop = off_loop
         self._tls = tls
         self._breaker = Breaker(clock)
-        self._tenants = Tenants(config.tenant_max_concurrent, config.tenant_tokens_per_minute)
+        self._tenants = Tenants(config.tenant_limits)
         self._num_open = 0
         self._is_draining = False
         self._ended = asyncio.Event()

@@ -354,7 +354,7 @@ def _no_place(served: ServedModel, terms: Terms, num_bytes: int) -> tuple[Reject
     """
     mine, sizes = _account(terms), [size for _, size in served.waiting]
     own = [] if mine is None else [size for account, size in served.waiting if account == mine]
-    most = served.tenant_max_concurrent if terms.limits is None else terms.limits.max_concurrent
+    most = (terms.limits or served.tenant_limits).max_concurrent
     if most is not None and len(own) >= most:
         detail = f"the tenant has {counted(len(own), 'request')} already, at most {most} may run or wait"
         return RejectReason.TENANT_CONCURRENCY, detail
