@@ -80,7 +80,7 @@ class Request:
     key: str = ""  # name of the client's API key, for metrics
     cache_salt: bytes = b""  # cached prefixes are shared only among requests of the same salt
     conversation: bytes = b""  # the conversation that the client named, hashed with the tenant
-    predicted_new_tokens: int | None = None  # the output length that policies see
+    predicted_new_tokens: int | None = None  # length of the whole answer, predicted once, that policies see
     matcher: Matcher | None = None  # set if and only if `sampling.follows_grammar`
     second_at: int = 0  # as in `AdmitRow`
     waits: WaitTimes = NO_WAITS
