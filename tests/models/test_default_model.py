@@ -34,7 +34,6 @@ def test_what_the_file_says(source):
     assert (model.bos_token_id, model.eos_token_ids) == (1, (2, 0))
     assert isinstance(model.tokenizer_source, GgufVocab)
     assert model.tokenizer_source.tokens[2] == "<|im_end|>"
-    assert model.notes == ()
     assert model.chat_templates["default"]
 
 

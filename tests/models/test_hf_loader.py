@@ -50,13 +50,11 @@ def test_bf16_stays_mapped_and_norms_become_f32(tiny):
     assert np.array_equal(up.data, truncated)
     assert model.weights["norm"].format is WeightFormat.F32
     assert model.weights["norm"].data.shape == (1, 64)
-    assert model.notes == ()
 
 
 @pytest.mark.parametrize("dtype", ["f16", "f32"])
 def test_other_floats_stay_mapped_and_count_as_the_bf16_that_backends_make_of_them(tmp_path, dtype):
     model = load_hf_directory(write_hf(tmp_path, TINY, dtype=dtype))
-    assert model.notes == ()
     down = model.weights["layers.1.down"]
     assert down.format is WeightFormat[dtype.upper()]
     assert not down.data.flags.owndata

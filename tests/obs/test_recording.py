@@ -88,9 +88,9 @@ def test_blocks_of_a_request_that_begins_and_ends_in_one_step_are_told(tmp_path:
     recorder = make_recorder(tmp_path / "r")
     serve(recorder, [make_request("short", 9, max_tokens=1)])
     recorder.close()
-    (step,) = open_recording(tmp_path / "r").steps()
-    assert step.num_blocks_held == 3
-    assert step.num_blocks_free + step.num_blocks_cached == CAPACITY.num_blocks - 1, "none is held afterwards"
+    (step,) = [line for line in lines_of(tmp_path / "r") if line["kind"] == "step"]
+    assert step["held"] == 3
+    assert sum(step["state"][2:]) == CAPACITY.num_blocks - 1, "none is held afterwards"
 
 
 def test_positions_that_several_requests_hold_are_told(tmp_path: Path) -> None:

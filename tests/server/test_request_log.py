@@ -122,7 +122,7 @@ def test_an_answer_that_its_route_held_back_is_told_with_that_time(lines):
 
 
 def test_the_summary_of_a_slow_request_names_the_time_for_which_it_was_held_back():
-    waited = explain_arrival(Life("r", "", 0, 3), 10**9, "step")
+    waited = explain_arrival(Life("r", 0, 3), 10**9, "step")
     summary = fields_of(entry_of(held_ns=80_000_000), [waited], is_slow=True)["summary"]
     assert summary.endswith("Then held back for 80 ms, until it was chosen or checked.")
 

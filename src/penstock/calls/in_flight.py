@@ -96,7 +96,7 @@ class Arrival:
         """Return an explanation of the wait so far. Any thread may call this."""
         now_ns = self.clock.now_ns()
         waited_ns = now_ns - self.since_ns
-        life = Life(self.request_id, self.owner.tenant, self.arrival_ns, 0)
+        life = Life(self.request_id, self.arrival_ns, 0)
         life.waits = self.waits
         if self.waits_for in (MODEL, GRAMMAR):
             waited_ns += getattr(self.waits, self.waits_for)

@@ -38,8 +38,8 @@ MAX_GRAMMARS = 32
 MAX_SIZE_IN_FLIGHT = 16 << 20
 """Most characters or bytes in a queue, or of one tenant's in a queue with turns: four of the largest bodies."""
 MAX_FULL_QUEUES = 4
-"""A `FairLine` is full at this many times `max_size`. Without API keys a client can invent tenants, so the limit per tenant is
-not enough."""
+"""A `FairLine` is full at this many times `MAX_SIZE_IN_FLIGHT`. Without API keys a client can invent tenants, so the limit per
+tenant is not enough."""
 MAX_RENDER_S = 10.0
 """Time limit for making a prompt of a conversation, including the wait for earlier ones. Lines of batches have none."""
 RETRY_AFTER_S = 5.0
@@ -91,10 +91,10 @@ class OffLoop:
 
     def __init__(self, count_rejected: Callable[[RejectReason, str], None] = lambda _reason, _key: None) -> None:
         self._answers = ThreadPoolExecutor(2, thread_name_prefix="penstock-answers")
-        self._small = FairLine(2, "small", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT, keeps_results=True)
-        self._large = FairLine(1, "large", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT, keeps_results=True)
-        self._templates = FairLine(1, "templates", max_jobs=MAX_JOBS, max_size=MAX_SIZE_IN_FLIGHT)
-        self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS, max_size=MAX_SIZE_IN_FLIGHT)
+        self._small = FairLine(2, "small", max_jobs=MAX_JOBS, keeps_results=True)
+        self._large = FairLine(1, "large", max_jobs=MAX_JOBS, keeps_results=True)
+        self._templates = FairLine(1, "templates", max_jobs=MAX_JOBS)
+        self._grammars = FairLine(2, "grammars", max_jobs=MAX_GRAMMARS)
         self._count_rejected = count_rejected
 
     async def run(self, size: int, work: Callable[[], _Result], lane: Owner) -> _Result:
@@ -191,12 +191,11 @@ class FairLine:
     waits for at most one job of each other tenant.
     """
 
-    def __init__(self, num_threads: int, name: str, *, max_jobs: int, max_size: int, keeps_results: bool = False) -> None:
-        """`max_jobs` and `max_size` limit each tenant's waiting jobs. `keeps_results`: `close` lets running jobs end."""
+    def __init__(self, num_threads: int, name: str, *, max_jobs: int, keeps_results: bool = False) -> None:
+        """`max_jobs` limits each tenant's waiting jobs. `keeps_results`: `close` lets running jobs end."""
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
         self._num_threads = num_threads
         self._max_jobs = max_jobs
-        self._max_size = max_size
         self._keeps_results = keeps_results
         self._size = 0
         """The sizes of all waiting jobs together, without those of batches."""
@@ -261,9 +260,9 @@ class FairLine:
         self._pool.shutdown(wait=False)
 
     def _is_full(self, jobs: Collection[Job], size: int) -> bool:
-        if self._size and self._size + size > MAX_FULL_QUEUES * self._max_size:
+        if self._size and self._size + size > MAX_FULL_QUEUES * MAX_SIZE_IN_FLIGHT:
             return True
-        return bool(jobs) and (len(jobs) >= self._max_jobs or sum(job.size for job in jobs) + size > self._max_size)
+        return bool(jobs) and (len(jobs) >= self._max_jobs or sum(job.size for job in jobs) + size > MAX_SIZE_IN_FLIGHT)
 
     def _begin(self) -> None:
         """Start waiting jobs on idle threads. The caller holds the lock."""

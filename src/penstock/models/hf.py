@@ -180,8 +180,7 @@ def load_hf_directory(
     held |= {name: _looked_up_bytes(first[name], floats) for name in spec.looked_up}
     checks.check_memory(held, max_weight_bytes, path, experts_on_disk=experts_on_disk)
     generation = read_json(path / "generation_config.json", is_optional=True)
-    notes = hf_quantised.conversion_notes(tensors.values())
-    for note in notes:
+    for note in hf_quantised.conversion_notes(tensors.values()):
         _log.info("%s: %s", path.name, note)
 
     def weight(key: str, found: list[Piece]) -> WeightTensor:
@@ -209,7 +208,6 @@ def load_hf_directory(
         special_tokens={**read_special_tokens(path), **({MARKERS: files.markers} if files.markers else {})},
         generation=Generation(str(generation.path), generation.values) if generation.values else None,
         encoder=endings.encoder_info(spec, read_scores(path, config, usual_scores) if head else usual_scores, files),
-        notes=notes,
         weights=endings.weights_with_made(architecture, spec, {key: weight(key, found) for key, found in pieces.items()}),
     )
 

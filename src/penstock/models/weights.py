@@ -271,7 +271,6 @@ class LoadedModel:
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     """The settings that apply: `models.generation.with_sampling_defaults` sets them."""
     encoder: EncoderInfo | None = None  # None: the model writes text
-    notes: tuple[str, ...] = ()  # notes on converted weights, logged already
     program: Program | None = None
     """The operations of a step, if they do not follow from the spec."""
 

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-TOLERANCE = 0.02
-"""Largest allowed error, relative to a head's answer. bf16 rounding causes a quarter of it; reading one wrong position among
-hundreds exceeds it."""
 LEAST_SPEEDUP = 1.05
 """FlashInfer is used from this mean speedup on. Less may be noise."""
 
@@ -87,7 +84,7 @@ class AttentionChoice:
             trial = self._trial(self._opened, capacity, graphs, stream_clock(self._stream))
             for kind in StepKind:
                 for step in [step for step in trial_steps(capacity) if step.kind is kind][:1]:
-                    trial.run(step, tolerance=TOLERANCE)
+                    trial.run(step)
         except Exception as error:  # compilers and libraries raise anything; `_give_up` logs it and our kernels remain
             self._opened = None
             self._give_up(error)
@@ -99,7 +96,7 @@ class AttentionChoice:
         opened, self._opened = self._opened, None
         try:
             trial = self._trial(opened, capacity, graphs, clock or stream_clock(self._stream))
-            outcomes = [trial.run(step, tolerance=TOLERANCE) for step in trial_steps(capacity)]
+            outcomes = [trial.run(step) for step in trial_steps(capacity)]
         except (Unfit, torch.OutOfMemoryError) as error:
             self._give_up(error)
             return

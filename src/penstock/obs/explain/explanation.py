@@ -214,7 +214,7 @@ def continued(first: Explanation, last: Explanation) -> Explanation:
 
 def explain_intake(request: Request, now_ns: int) -> Explanation:
     """Explain a request that is still in the engine's inbox."""
-    life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens)
+    life = Life(request.request_id, request.arrival_ns, request.num_prompt_tokens)
     life.waits = request.waits
     return explain_arrival(life, now_ns, STEP)
 

@@ -109,7 +109,7 @@ class Journal:
 
     def _come(self, request: Request, now_ns: int, call_id: str = "") -> None:
         search_id = "" if request.sampling.beams is None else request.parent_id
-        life = Life(request.request_id, request.tenant, request.arrival_ns, request.num_prompt_tokens, search_id)
+        life = Life(request.request_id, request.arrival_ns, request.num_prompt_tokens, search_id)
         life.call_id = call_id
         life.is_background = request.background
         life.waits = request.waits
@@ -354,7 +354,7 @@ class Journal:
             self._window.finish(stats)
         life = self._lives.get(stats.request_id)
         if life is None:  # refused, and never queued
-            life = Life(stats.request_id, stats.tenant, stats.arrival_ns, stats.num_prompt_tokens)
+            life = Life(stats.request_id, stats.arrival_ns, stats.num_prompt_tokens)
             life.waits = stats.waits
             self._keep(life, stats)
         else:

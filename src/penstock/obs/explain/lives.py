@@ -288,7 +288,6 @@ class Life(Counts):
     """Everything recorded about one request from its arrival to its end."""
 
     request_id: str
-    tenant: str
     arrival_ns: int
     num_prompt_tokens: int
     search_id: str = ""
