@@ -31,6 +31,12 @@ def most_scored(program: Program) -> int:
     return 0 if program.is_one_pass else min(max(16, (32 << 20) // (4 * program.vocab_size)), 256)
 
 
+def check_block_id(block_id: int, capacity: Capacity) -> None:
+    """Raise ValueError if requests can't hold the block."""
+    if not NULL_BLOCK < block_id < capacity.num_blocks:
+        raise ValueError(f"there is no block {block_id} in a pool of {capacity.num_blocks}, or it is the null block")
+
+
 def capacity_of(
     program: Program,
     *,

@@ -32,7 +32,6 @@ class ModelledTimes:
         self.outside: Counter[str] = Counter()
         """Exceeded limit, such as `rows > 64` -> number of steps that exceed it."""
         self._cost = cost
-        self._fitted = cost.fitted
         rng = Random(f"steps {seed}")  # noqa: S311  # repeatable on purpose
         self._noise = cost.noise(rng)
         self._host_noise = cost.host_noise(rng)
@@ -40,7 +39,7 @@ class ModelledTimes:
         self._coldness = 0.0
 
     def step_ns(self, counts: Counts) -> int:
-        if self._fitted is not None and (exceeded := self._fitted.exceeded_by(counts)):
+        if exceeded := self._cost.outside(counts):
             self.num_outside += 1
             self.outside.update(limit.partition(" ")[2] for limit in exceeded)
         cold_ns = self._cost.cold_ns * cold_share(self._coldness, counts.num_tokens)

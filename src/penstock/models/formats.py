@@ -100,15 +100,15 @@ def held_bytes(
     """Return the bytes that a matrix takes in a backend's memory. See `PackedMatrix` in native/kernels/kernels.h."""
     if fmt is WeightFormat.F32 and num_rows == 1:
         return stored_bytes(fmt, num_rows, num_cols)
-    rows = _padded(num_rows, 16)
+    rows = padded(num_rows, 16)
     if fmt not in BLOCKS:
         if floats is Floats.FP8 or (floats is Floats.AS_STORED and fmt is WeightFormat.F8_E4M3):
-            return rows * (num_cols + 4 + (_padded(num_cols, 32) // 32 * 2 if has_blocks else 0))
-        return rows * _padded(num_cols, 2) * 2
+            return rows * (num_cols + 4 + (padded(num_cols, 32) // 32 * 2 if has_blocks else 0))
+        return rows * padded(num_cols, 2) * 2
     kind = _QUANTISED[fmt]
     bits = 4 if kind.has_table and floats is Floats.BF16 else kind.held_bits
-    groups = _padded(num_cols // 32, 2 if floats is Floats.BF16 else 1)
-    offsets = rows * _padded(groups, 2) * 2 if kind.has_held_offsets else 0
+    groups = padded(num_cols // 32, 2 if floats is Floats.BF16 else 1)
+    offsets = rows * padded(groups, 2) * 2 if kind.has_held_offsets else 0
     return rows * groups * (32 * bits // 8 + 2) + offsets
 
 
@@ -117,7 +117,7 @@ def held_table_bytes(fmt: WeightFormat, num_rows: int, num_cols: int) -> int:
     return stored_bytes(WeightFormat.F32, num_rows, num_cols) if fmt is WeightFormat.F8_E4M3 else 0
 
 
-def _padded(size: int, multiple: int) -> int:
+def padded(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 

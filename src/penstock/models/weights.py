@@ -238,6 +238,13 @@ def held_weight_bytes(
     return held_bytes(fmt, *shape, floats, has_blocks=scales is not None and scales.values.shape[1] > 1)
 
 
+def weight_of(weights: Mapping[str, WeightTensor], name: str) -> WeightTensor:
+    """Return a weight by its name. Raises ModelError if it is missing."""
+    if name not in weights:
+        raise ModelError(f"the weight {name!r} is missing.", remedy="Fetch the model again, or use another one.")
+    return weights[name]
+
+
 def is_of_experts(name: str) -> bool:
     return name.rpartition(".")[2] in ("expert_gate", "expert_up", "expert_down")
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from triton.errors import TritonError
 
-from penstock.backends.batch import NO_TOKEN, NULL_BLOCK, BatchBuilder
+from penstock.backends.batch import NO_TOKEN, NULL_BLOCK, BatchBuilder, check_block_id
 from penstock.backends.cuda.adapters import AdapterFormat, PlacedAdapters
 from penstock.backends.cuda.attention_choice import AttentionChoice, Wanted
 from penstock.backends.cuda.attention_trial import Clock
@@ -301,8 +301,8 @@ class CudaExecutor:
         """Queue copies of KV blocks, given as ids (source, destination). Raises ValueError for an invalid block."""
         for source, destination in pairs:
             if source != NULL_BLOCK:
-                self._check_block_id(source)
-            self._check_block_id(destination)
+                check_block_id(source, self._capacity)
+            check_block_id(destination, self._capacity)
         if pairs:
             with self._working():
                 self._cache.copy_blocks(pairs)
@@ -314,7 +314,7 @@ class CudaExecutor:
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> Ready | None:
         for block_id in block_ids:
-            self._check_block_id(block_id)
+            check_block_id(block_id, self._capacity)
         if not block_ids:
             return None
         # Steps that wrote these blocks have been collected, but a copy into them may still be queued.
@@ -327,14 +327,10 @@ class CudaExecutor:
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
         for block_id in block_ids:
-            self._check_block_id(block_id)
+            check_block_id(block_id, self._capacity)
         with self._working():
             self._cache.write_blocks(block_ids, contents)
             self._moved |= dict.fromkeys(block_ids, self._stream.mark())
-
-    def _check_block_id(self, block_id: int) -> None:
-        if not NULL_BLOCK < block_id < self._capacity.num_blocks:
-            raise ValueError(f"there is no block {block_id} in a pool of {self._capacity.num_blocks}, or it is the null block")
 
     # Adapters.
 
@@ -354,7 +350,7 @@ class CudaExecutor:
 
     def place_adapter(self, number: int, packed: PackedAdapter, block_ids: Sequence[int]) -> None:
         for block_id in block_ids:
-            self._check_block_id(block_id)
+            check_block_id(block_id, self._capacity)
         with self._working():
             self._adapters_on.place(number, packed, block_ids)
 

@@ -51,7 +51,7 @@ from penstock.models.program import (
     TextAttention,
 )
 from penstock.models.rope import key_centre
-from penstock.models.weights import WeightTensor
+from penstock.models.weights import WeightTensor, weight_of
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype
 
@@ -498,9 +498,7 @@ class _Lowering:
     # Weights
 
     def _tensor(self, name: str) -> WeightTensor:
-        if name not in self._weights:
-            raise ModelError(f"the weight {name!r} is missing.", remedy="Fetch the model again, or use another one.")
-        return self._weights[name]
+        return weight_of(self._weights, name)
 
     def _tensor_in_order(self, name: str) -> WeightTensor:
         tensor = self._tensor(name)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from penstock.backends.cuda import float8
 from penstock.models import formats
-from penstock.models.formats import BLOCKS, GROUP_OF_16, GroupedIntegers, WeightFormat, grouped_integers
+from penstock.models.formats import BLOCKS, GROUP_OF_16, GroupedIntegers, WeightFormat, grouped_integers, padded
 from penstock.models.weights import BlockScales, WeightTensor
 from penstock.types.errors import ModelError
 
@@ -185,7 +185,7 @@ def _floats(fmt: WeightFormat, rows: NDArray[np.generic]) -> torch.Tensor:
 def _load_quantised(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: torch.device) -> QuantisedMatrix:
     _, bits, group = _layout(tensors[0], round_to_fp8=False)
     num_rows, num_cols = sum(t.num_rows for t in tensors), tensors[0].num_cols
-    padded_rows, padded_cols = _padded(num_rows, TILE_ROWS), _padded(num_cols, STEP_COLS)
+    padded_rows, padded_cols = padded(num_rows, TILE_ROWS), padded(num_cols, STEP_COLS)
     integers = torch.zeros((padded_rows, padded_cols), dtype=torch.int8, device=device)
     scales = np.zeros((padded_rows, padded_cols // group), np.float32)
     offsets = np.zeros_like(scales)
@@ -221,7 +221,7 @@ def _load_quantised(tensors: Sequence[WeightTensor], dtype: torch.dtype, device:
 
 def _load_float8(tensors: Sequence[WeightTensor], dtype: torch.dtype, device: torch.device) -> QuantisedMatrix:
     num_rows, num_cols = sum(t.num_rows for t in tensors), tensors[0].num_cols
-    padded_rows, padded_cols = _padded(num_rows, TILE_ROWS), _padded(num_cols, STEP_COLS)
+    padded_rows, padded_cols = padded(num_rows, TILE_ROWS), padded(num_cols, STEP_COLS)
     _, bits, group = _layout(tensors[0], round_to_fp8=True)
     codes = torch.zeros((padded_rows, padded_cols), dtype=torch.int8, device=device)
     row_scales = torch.zeros(padded_rows, dtype=torch.float32, device=device)
@@ -284,10 +284,6 @@ def _packed(integers: torch.Tensor, bits: int) -> torch.Tensor:
 def _in_steps(parts: NDArray[np.float32], group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     found = torch.from_numpy(parts).to(device=device, dtype=dtype)
     return found.view(len(parts), -1, STEP_COLS // group).permute(1, 0, 2).contiguous()
-
-
-def _padded(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:

@@ -23,7 +23,7 @@ from penstock.models.formats import WeightFormat
 from penstock.models.packed_file import Form, PackedError, PackedFile
 from penstock.models.program import Op, Program, features
 from penstock.models.rope import key_centre
-from penstock.models.weights import WeightTensor
+from penstock.models.weights import WeightTensor, weight_of
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import padded_head_dim, padded_latent
 
@@ -783,9 +783,7 @@ class _Weights:
         self._orders: dict[bytes, int] = {}
 
     def tensor(self, name: str) -> WeightTensor:
-        if name not in self._weights:
-            raise ModelError(f"the weight {name!r} is missing.", remedy="Fetch the model again, or use another one.")
-        return self._weights[name]
+        return weight_of(self._weights, name)
 
     def is_rounded(self, name: str) -> bool:
         """Return whether the weight becomes int8 with a scale per row."""

@@ -18,6 +18,7 @@ from penstock.backends.batch import (
     BatchBuilder,
     StepBatch,
     capacity_of,
+    check_block_id,
 )
 from penstock.backends.reference.adapters import PagedFactors, pack_factors
 from penstock.backends.reference.interpreter import Interpreter, RowRun
@@ -116,12 +117,12 @@ class ReferenceExecutor:
 
     def read_blocks(self, block_ids: Sequence[int], out: Sequence[memoryview]) -> None:
         for block_id, target in zip(block_ids, out, strict=True):
-            self._check_block_id(block_id)
+            check_block_id(block_id, self._capacity)
             self._cache.read_block(block_id, target)
 
     def write_blocks(self, block_ids: Sequence[int], contents: Sequence[memoryview]) -> None:
         for block_id, content in zip(block_ids, contents, strict=True):
-            self._check_block_id(block_id)
+            check_block_id(block_id, self._capacity)
             self._cache.write_block(block_id, content)
 
     @property
@@ -139,7 +140,7 @@ class ReferenceExecutor:
         if not isinstance(packed, PagedFactors) or len(block_ids) != packed.num_pages:
             raise ValueError(f"adapter {number} was packed for another executor, or has another number of pages than blocks")
         for block_id, page in zip(block_ids, packed.pages, strict=True):
-            self._check_block_id(block_id)
+            check_block_id(block_id, self._capacity)
             self._cache.write_block(block_id, page)
         self._adapters[number] = packed, tuple(block_ids)
 
@@ -157,10 +158,6 @@ class ReferenceExecutor:
         pages = [bytearray(self.block_bytes) for _ in block_ids]
         self.read_blocks(block_ids, [memoryview(page) for page in pages])
         return paged.factors(b"".join(pages))
-
-    def _check_block_id(self, block_id: int) -> None:
-        if not NULL_BLOCK < block_id < self._capacity.num_blocks:
-            raise ValueError(f"there is no block {block_id} in a pool of {self._capacity.num_blocks}, or it is the null block")
 
     def submit(self, plan: StepPlan) -> Ticket:
         """Compute the step, unless it waits for grammar masks. Raises ValueError if the plan is invalid."""
