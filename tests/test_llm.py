@@ -252,6 +252,11 @@ def test_what_a_chat_does_not_support_is_refused_as_by_the_server(model: LLM) ->
     options: dict[str, Any] = {"chat_template": "{{ messages[0].content }}"}
     with pytest.raises(PenstockError, match="'chat_template' is not supported"):
         model.chat(CONVERSATION, GREEDY, **options)
+    deep: list[Any] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(PenstockError, match="'chat_template_kwargs' is nested too deeply"):
+        model.chat(CONVERSATION, GREEDY, chat_template_kwargs={"x": deep})
 
 
 def test_an_answer_is_what_the_server_says(model: LLM) -> None:

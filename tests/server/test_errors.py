@@ -18,6 +18,7 @@ from support.server.errors import CHAT, COMPLETIONS, check
 from support.server.harness import VOCAB_SIZE, GatedExecutor, make_client, make_runtime, running, until
 
 HI = [{"role": "user", "content": "hi"}]
+DEEP = fast_json.loads("[" * 300 + "]" * 300)
 
 
 def check_failed_stream(response, code):
@@ -159,6 +160,7 @@ BAD_CHATS = [
     ({"messages": HI, "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"messages": HI, "chat_template_kwargs": {"xml_tools": []}}, "chat_template_kwargs"),
     ({"messages": HI, "chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs"),
+    ({"messages": HI, "chat_template_kwargs": {"x": DEEP}}, "chat_template_kwargs"),
     ({"messages": HI, "logprobs": 3}, "logprobs"),
     ({"messages": HI, "top_logprobs": 3}, "top_logprobs"),
     ({"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),

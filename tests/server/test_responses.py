@@ -517,6 +517,7 @@ WRONG = [
     ({"top_logprobs": 2}, "top_logprobs", "'include'"),
     ({"max_tokens": 3}, "max_tokens", "Unknown parameter: 'max_tokens'."),
     ({"background": True, "store": False}, "background", "kept"),
+    ({"chat_template_kwargs": {"x": json.loads("[" * 300 + "]" * 300)}}, "chat_template_kwargs", "nested too deeply"),
 ]
 
 

@@ -204,6 +204,7 @@ def read_conversation(fields: ChatTemplateFields) -> Conversation:
     opens = not continues if fields.add_generation_prompt is None else fields.add_generation_prompt
     messages = [_read_message(message, f"messages[{index}]") for index, message in enumerate(fields.messages)]
     check_results(messages)
+    check_depth(fields.chat_template_kwargs, "chat_template_kwargs")
     return Conversation(messages, opens, continues, fields.chat_template_kwargs or {})
 
 

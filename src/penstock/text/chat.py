@@ -111,10 +111,7 @@ class ChatTemplate:
             | dict(variables)
             | {"messages": messages, "add_generation_prompt": add_generation_prompt}
         )
-        try:
-            question = json.dumps({"variables": given, "now": (now or self.now()).isoformat()}).encode()
-        except RecursionError as error:
-            raise wrong("The messages are nested too deeply for the chat template.", "messages") from error
+        question = json.dumps({"variables": given, "now": (now or self.now()).isoformat()}).encode()
         with self._lock:
             if self._child.has_ended():
                 try:

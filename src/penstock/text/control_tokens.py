@@ -178,10 +178,7 @@ def _of_message(message: Message, mask: Callable[[str], str]) -> Message:
 
 def _walked(value: Any, mask: Callable[[str], str]) -> Any:
     """Return JSON data with its texts masked."""
-    try:
-        written = json.dumps(value, ensure_ascii=False)
-    except RecursionError as error:
-        raise wrong("The messages are nested too deeply for the chat template.", "messages") from error
+    written = json.dumps(value, ensure_ascii=False)
     masked = mask(written)
     return value if masked is written else json.loads(masked)
 

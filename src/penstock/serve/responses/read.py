@@ -13,7 +13,7 @@ from typing import Any, Literal
 from penstock import fast_json
 from penstock.calls.call import Call, ChatRequest, Conversation, Names
 from penstock.serve.asking import Asked
-from penstock.serve.bodies import check_part, json_grammar, sampling_of
+from penstock.serve.bodies import check_depth, check_part, json_grammar, sampling_of
 from penstock.serve.course import course_of
 from penstock.serve.errors import invalid, shorten
 from penstock.serve.http.checks import identity_of
@@ -278,6 +278,7 @@ def _request(body: ResponsesBody, messages: list[Message], tools: Tools) -> Chat
     has_logprobs = LOGPROBS in (body.include or ())
     if body.top_logprobs and not has_logprobs:
         raise invalid(f"'top_logprobs' needs {LOGPROBS!r} in 'include'.", "top_logprobs")
+    check_depth(body.chat_template_kwargs, "chat_template_kwargs")
     places = {f"tools.{index}": place for index, place in enumerate(tools.places)}
     return ChatRequest(
         names=Names("responses", fields=_FIELDS | places),
