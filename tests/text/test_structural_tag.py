@@ -232,6 +232,25 @@ REFUSED = {
     "a bad regex": (regex("(?=a)"), "A regex has look-around"),
     "a bad number": ({"type": "repeat", "min": 3, "max": 2, "content": const("a")}, "'min' and 'max' in order"),
     "an end in another": (tag("a", const("b"), ["c", "cd"]), "the beginning of another end"),
+    "structures that are no list": ({**LEGACY, "structures": STRUCTURES[0]}, "at structures, must be a list"),
+    "a structure without an end": ({**LEGACY, "structures": [{"begin": "<f=x>", "schema": X}]}, "at structures[0], must have"),
+    "a text as a schema": (by_schema("X"), "at format.json_schema, must be a JSON schema, an object"),
+    "a format without a type": ({"type": "optional", "content": "a"}, "at format.content, must be an object with a type"),
+    "a number that is a text": ({"type": "repeat", "min": "1", "max": 2, "content": const("a")}, "needs integers"),
+    "a text among tags": (triggered(["<f="], const("<f=")), "at format.tags[0], must be a tag"),
+    "a text for true": (triggered(["<f="], TAG_X, at_least_one="yes"), "at format.at_least_one, must be true or false"),
+    "an empty text": (const(""), "at format.value, must be a text that is not empty"),
+}
+SPECIAL_REFUSED = {
+    "several ends": (tag("a", const("b"), ["<|start|>", "c"]), "at format, has several texts, and a special token"),
+    "beside a regex": (
+        {"type": "sequence", "elements": [const("<|start|>"), regex("a")]},
+        "The structural_tag has a special token",
+    ),
+    "a trigger with more": (
+        triggered(["<|start|>a"], tag("<|start|>ab", const("c"), "d")),
+        "at format.triggers[0], has a special token",
+    ),
 }
 
 
@@ -244,6 +263,14 @@ def test_what_can_not_be_followed_is_refused_by_name(name):
     source = json.dumps(one if is_whole else {"type": "structural_tag", "format": one})
     with pytest.raises(Rejected, match=re.escape(says)):
         ALL[id(PLAIN)].matcher(Grammar(GrammarKind.STRUCTURAL_TAG, source))
+
+
+@pytest.mark.parametrize("name", SPECIAL_REFUSED)
+def test_special_tokens_that_can_not_be_followed_are_refused_by_name(name):
+    one, says = SPECIAL_REFUSED[name]
+    ALL[id(PLAIN)].matcher(asked(one))
+    with pytest.raises(Rejected, match=re.escape(says)):
+        ALL[id(SPECIAL)].matcher(asked(one))
 
 
 def test_deep_formats_are_refused_and_what_is_no_json():

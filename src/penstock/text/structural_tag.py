@@ -365,4 +365,4 @@ class _Writer:
 
 
 def _refuse(place: str, what: str) -> NoReturn:
-    raise wrong(f"The structural_tag{f', at {place}' if place else ''}, {what}.")
+    raise wrong(f"The structural_tag{f', at {place},' if place else ''} {what}.")
