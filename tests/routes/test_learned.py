@@ -214,6 +214,21 @@ def test_a_broken_file_is_refused(place: tuple[str, ...], change: dict, cause: s
         read_route(path)
 
 
+def test_a_file_that_can_not_be_written_or_read_is_named(tmp_path: Path) -> None:
+    inputs, answers = made_up(100, seed=5)
+    route, _ = fit_route(answers, inputs[:, :WIDTH], "toy")
+    path = tmp_path / "no" / "route.json"
+    with pytest.raises(ConfigError, match=r"no/route\.json can't be written: No such file or directory\."):
+        route.write(path)
+    with pytest.raises(ConfigError, match=r"no/route\.json can't be read: .*No such file or directory"):
+        read_route(path)
+    path = tmp_path / "route.json"
+    for content, words in ((b"{", "Expecting"), (b"\xff", "can't decode byte"), (b"[" * 100_000, "recursion")):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=words):
+            read_route(path)
+
+
 def test_answers_are_read_with_their_groups(tmp_path: Path) -> None:
     lines = [{"prompt": "a", "small": True, "large": 0.5, "kind": "math/easy"}, {"prompt": "b", "small": 0, "large": 1}]
     text = "\n".join(map(json.dumps, lines)) + "\n\n"

@@ -113,6 +113,22 @@ def test_models_that_would_be_read_wrongly_are_refused(tmp_path, trainer, normal
         read_vocab(path)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"\x08" + b"\xff" * 10 + b"\x01", "a number in it is too long"),
+        (b"\x0b", "it ends in the middle of a field"),
+        (field(1, field(1, 7)), "a text in it is a number"),
+        (field(1, field(1, b"a") + field(3, b"b")), "a number in it is a text"),
+    ],
+)
+def test_fields_of_another_type_are_named(tmp_path, content, words):
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match=words):
+        read_vocab(path)
+
+
 def test_user_defined_runs_of_spaces_are_tokens(tmp_path):
     """Gemma's files have them."""
     pieces = [("<unk>", 2), ("<s>", 3), ("</s>", 3), ("▁", 1), ("x", 1), ("▁▁", 4), ("▁▁▁▁", 4)]
@@ -199,6 +215,26 @@ def test_tekken_has_its_special_tokens_first(tmp_path):
 def test_another_tekken_is_refused(tmp_path, config):
     with pytest.raises(ModelError):
         load_tokenizer(write_tekken(tmp_path / "tekken.json", WORDS, **config))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"token_bytes": "!"}, "a word in it is not in base64"),
+        ({"token_bytes": ""}, "it has no word of rank 3"),
+        ({"rank": 4}, "it has no word of rank 3"),
+        ({"rank": 267}, "it has the rank 267, not below 267"),
+        ({"rank": -1}, "it has the rank -1"),
+        ({"rank": True}, "it has the rank True"),
+    ],
+)
+def test_a_tekken_with_a_wrong_word_is_refused(tmp_path, change, words):
+    path = write_tekken(tmp_path / "tekken.json", WORDS)
+    file = json.loads(path.read_text())
+    file["vocab"][3] |= change
+    path.write_text(json.dumps(file))
+    with pytest.raises(ModelError, match=words):
+        read_vocab(path)
 
 
 def test_the_most_exact_file_is_taken(tmp_path):
