@@ -51,6 +51,7 @@ async def shout(data, _http):
 def routes(parts):
     return [
         Route("GET /echo", "Echo", echo, returns=Echo, query=["say"]),
+        Route("GET /v1/models/{name}/echo /v1/{name}", "Echo", echo, returns=Echo, query=["say"]),
         Route("POST /echo", "Echo loudly", shout, EchoBody, Echo),
         Route("GET /version", "Echo", echo, returns=Echo, when=has_header(b"x-echo")),
         Route("POST /tokenize", "Echo loudly", shout, EchoBody, Echo, when=parts.has_field("say")),
@@ -79,6 +80,17 @@ async def client():
 async def test_its_routes_are_answered(client):
     assert (await client.get("/echo?say=hello")).json() == {"said": "hello", "how": "softly"}
     assert (await client.post("/echo", content=b'{"say": "hello"}')).json() == {"said": "HELLO", "how": "loudly"}
+
+
+async def test_its_paths_below_another_api_s_wildcard_are_its_own(client):
+    assert (await client.get("/v1/models/toy/echo?say=hello")).json() == {"said": "hello", "how": "softly"}
+    assert (await client.get("/v1/models/toy")).json()["id"] == "toy"
+    assert (await client.get("/v1/models")).json()["object"] == "list", "although /v1/{name} has this form, too"
+
+
+def test_query_parameters_are_a_list():
+    with pytest.raises(AssertionError, match='query=\\["say"\\]'):
+        Route("GET /echo", "Echo", echo, query="say")
 
 
 async def test_its_errors_are_spelled_as_it_says(client):

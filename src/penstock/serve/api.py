@@ -140,6 +140,9 @@ class Route:
     form: Any = None
     """The type of its body, if that is a form (multipart/form-data). `answer` reads it."""
 
+    def __post_init__(self) -> None:
+        assert not isinstance(self.query, str), f'query=["{self.query}"]: a text would be a parameter for each letter'
+
     @property
     def body_types(self) -> Sequence[Any]:
         """Return the types of the body: the members of a union, or the one type."""

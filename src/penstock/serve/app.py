@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Sequence, Set
 from functools import cache, partial
 from pathlib import Path
@@ -232,7 +233,14 @@ def _mount_routes(operations: Sequence[Operation], parts: Parts) -> list[Starlet
             endpoint = takes_json(answer, of_any_type=of_any_type)
         return StarletteRoute(operation.path, endpoint, methods=[operation.method])
 
-    return [mount(operation) for operation in operations]
+    # Starlette takes the first path that matches, so `/v1/models/{model_id:path}` comes after `/v1/models/{name}/stats`.
+    return [mount(operation) for operation in sorted(operations, key=lambda operation: _openness(operation.path))]
+
+
+def _openness(path: str) -> tuple[bool, int, bool]:
+    """Return a key that sorts a path after the paths that match only a part of what it matches."""
+    fixed = re.sub(r"{.*?}", "", path)
+    return fixed != path, -len(fixed), ":path}" in path
 
 
 def _conditional_endpoint(operation: Operation) -> JsonEndpoint:
