@@ -20,7 +20,7 @@ from penstock.backends.reference.sampling import (
     token_logprobs,
     uniform,
 )
-from penstock.types.sampling import SamplingParams
+from penstock.types.sampling import PARAMETERS, SamplingParams
 
 INF = float("inf")
 
@@ -190,6 +190,13 @@ def test_a_tiny_temperature_leaves_the_largest():
 def test_candidates_are_narrowed(params, expected):
     logits = of_probabilities(0.5001, 0.2999, 0.14, 0.06)
     assert narrow(logits, SamplingParams(**params))[0].tolist() == expected
+
+
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if hasattr(SamplingParams(), name)])
+def test_the_table_says_which_parameters_narrow(name):
+    logits, one = np.linspace(-2, 2, 9, dtype=np.float32), PARAMETERS[name]
+    ids, _ = narrow(logits, SamplingParams(**{name: one.kind(0.1) or 1}))
+    assert one.narrows == (len(ids) < len(logits))
 
 
 def test_top_k_breaks_ties_by_id():

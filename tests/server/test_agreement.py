@@ -24,6 +24,7 @@ from penstock.serve.course import Routed
 from penstock.testing import HashExecutor
 from penstock.testing.hash_executor import HashModel
 from penstock.types.request import FinishReason
+from penstock.types.sampling import PARAMETERS
 from support.server.harness import (
     CAPACITY,
     CHAT_TEMPLATE,
@@ -259,11 +260,11 @@ async def test_the_samples_differ_whatever_the_request_allows(models, monkeypatc
         return run(call, in_flight)
 
     monkeypatch.setattr(answering, "run", noted)
-    narrow = {"temperature": 0, "top_k": 1, "top_p": 0.01, "min_p": 1.0, "top_n_sigma": 0.1}
+    narrow = {name: one.kind(0.1) or 1 for name, one in PARAMETERS.items() if one.narrows}
     async with make_client(*models, routes=[replace(ROUTE, by=replace(BY, least=1.01))]) as client:
-        assert (await client.post(CHAT, json=body(1, **narrow))).status_code == 200
+        assert (await client.post(CHAT, json=body(1, temperature=0, **narrow))).status_code == 200
     own, of_client = seen
-    assert own == replace(of_client, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, top_n_sigma=0.0)
+    assert own == replace(of_client, temperature=0.7, **{name: PARAMETERS[name].neutral for name in narrow})
     assert {name: getattr(of_client, name) for name in narrow} == narrow
 
 

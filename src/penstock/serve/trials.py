@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from penstock.calls.call import Call, Conversation, Terms, TextPrompt
 from penstock.calls.in_flight import RunningCall
@@ -22,6 +22,7 @@ from penstock.serve.streams import error_of
 from penstock.text.answers import gather
 from penstock.text.dialects import Message
 from penstock.types.request import FinishReason
+from penstock.types.sampling import PARAMETERS
 
 _ANOTHER_MODEL = "its route asked another model"
 
@@ -84,7 +85,8 @@ class Agreement:
         if not is_one_answer(call):
             raise Unsure("not one answer alone")
         # The client's other limits do not count either: with a `top_k` of 1, all answers would be the same.
-        sampling = replace(call.sampling, temperature=self.config.temperature, top_k=0, top_p=1.0, top_n_sigma=0.0, min_p=0.0)
+        wide: dict[str, Any] = {name: one.neutral for name, one in PARAMETERS.items() if one.narrows}
+        sampling = replace(call.sampling, **wide, temperature=self.config.temperature)
         return replace(call, request=replace(call.request, n=self.config.samples), sampling=sampling)
 
     async def judge(self, call: Call, opened: RunningCall) -> str:

@@ -98,6 +98,8 @@ class Parameter:
     """One sentence for the docs and the OpenAPI document."""
     sampler: str
     """llama.cpp's name of the sampler that the parameter belongs to, or an empty text."""
+    narrows: bool
+    """Whether the parameter drops unlikely tokens."""
 
     def is_neutral(self, value: float) -> bool:
         return value == self.neutral or value in self.also_neutral
@@ -110,6 +112,7 @@ def _number(
     text: str,
     *,
     sampler: str = "",
+    narrows: bool = False,
     kind: type[int] | type[float] = float,
     also_neutral: tuple[float, ...] = (),
     **others: tuple[float, float] | tuple[float, float, bool],
@@ -126,7 +129,7 @@ def _number(
     name, *apis = names.split()
     spelled = [(api, own or name) for api, _, own in (word.partition("=") for word in apis)]
     spellings = {api: Spelling(own, *others.get(api, bounds)) for api, own in spelled}
-    return Parameter(kind, neutral, also_neutral, MappingProxyType(spellings), text, sampler)
+    return Parameter(kind, neutral, also_neutral, MappingProxyType(spellings), text, sampler, narrows)
 
 
 _EVERYWHERE = "openai responses ollama llama_cpp python"
@@ -161,6 +164,7 @@ _NUMBERS = (
         "top_n_sigma openai llama_cpp",
         "Keeps tokens whose logit is at most this many standard deviations below the largest. 0 and -1 keep all.",
         sampler="top_n_sigma",
+        narrows=True,
         also_neutral=(-1,),
     ),
     _number(
@@ -178,6 +182,7 @@ _NUMBERS = (
         f"top_k {_EVERYWHERE} anthropic cohere=k tgi cli",
         "Keeps the k likeliest tokens. 0 and -1 keep all.",
         sampler="top_k",
+        narrows=True,
         kind=int,
         also_neutral=(-1,),
         tgi=(1, _INT32_MAX),
@@ -189,6 +194,7 @@ _NUMBERS = (
         f"top_p {_EVERYWHERE} anthropic cohere=p tgi cli",
         "Keeps the smallest set of likeliest tokens with at least this probability.",
         sampler="top_p",
+        narrows=True,
         tgi=(0, 1, True),
     ),
     _number(
@@ -197,6 +203,7 @@ _NUMBERS = (
         f"min_p {_EVERYWHERE} cli",
         "Drops tokens that are less likely than this share of the likeliest one.",
         sampler="min_p",
+        narrows=True,
     ),
     _number(
         -1,
