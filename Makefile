@@ -173,10 +173,11 @@ format: $(INSTALLED_TEST)  ## rewrite the code in house style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-docs: $(INSTALLED_TEST)  ## write docs/configuration.md, and tables in docs/notes/checked-models.md and docs/http-api.md
+docs: $(INSTALLED_TEST)  ## write docs/configuration.md, tables in docs/notes/checked-models.md and docs/http-api.md, packaging/monitoring
 	@page=$$($(BIN)/python tests/configuration_page.py) && echo "$$page" > docs/configuration.md
 	@PYTHONPATH=tests $(BIN)/python -m parity.checked
 	@$(BIN)/python tests/sampling_table.py
+	@$(BIN)/penstock monitoring render packaging/monitoring --target penstock:8000
 
 docs-site: $(INSTALLED_DOCS)  ## build the documentation site in build/site
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -97,7 +97,7 @@ def rendered(penstock: Penstock, folder: Path, *arguments: str) -> dict[str, str
 
 
 def test_the_folder_of_packaging_is_what_the_command_writes(penstock: Penstock, tmp_path: Path) -> None:
-    """If not: .venv/bin/penstock monitoring render packaging/monitoring --target penstock:8000"""
+    """If not: make docs"""
     kept = {str(path.relative_to(MONITORING)): path.read_text() for path in MONITORING.rglob("*") if path.is_file()}
     assert rendered(penstock, tmp_path / "new", "--target", TARGET) == kept
 
