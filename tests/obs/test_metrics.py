@@ -429,6 +429,16 @@ def test_a_bucket_names_its_last_request(metrics):
     assert "# {" not in expose(metrics).decode(), "the plain format has none"
 
 
+def test_the_first_five_latencies_of_the_page_have_examples(metrics):
+    metrics.on_tokens([replace_id(make_request(first_token_ns=2 * MS, first_scheduled_ns=MS), "one/1.0")], ())
+    metrics.on_finish(make_end(request_id="one/1.0"))
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
+    assert "the first five [latencies]" in page
+    listed = re.findall(r"^- `penstock_(\w+)`", page.partition("## Latencies")[2], re.MULTILINE)
+    histograms = [name for name, spec in METRICS.items() if spec.kind == "histogram" and name != "model_wait_seconds"]
+    assert {name for name in histograms if exemplars(metrics, name)} == set(listed[:5])
+
+
 def replace_id(request: Request, request_id: str) -> Request:
     request.request_id = request_id
     return request
