@@ -14,7 +14,6 @@ import gpu_step
 import pytest
 
 ROOT = Path(__file__).parents[2]
-RUN = "docs/notes/2026-11-27-first-gpu-run.md"
 ECHO = '#!/bin/sh\necho "$@"\ncase "$*" in *"$FAILING"*) test -z "$FAILING" ;; esac\n'
 """Stands in for Python: says what it was asked for, and fails if that is FAILING."""
 READERS = {
@@ -56,7 +55,7 @@ def test_the_benchmarks_take_what_the_parts_give_them(gpu_all, monkeypatch):
 
 def test_arguments_for_all_parts_are_those_that_each_of_them_takes(gpu_all, monkeypatch):
     """As they are in the documentation and the script's own, with the parts that are named beside them."""
-    texts = [(ROOT / name).read_text(encoding="utf-8") for name in (RUN, "benchmarks/gpu_all.sh")]
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("docs/gpu.md", "benchmarks/gpu_all.sh")]
     words = r"""(?:'([^']*)'|"([^"]*)"|([^\s'"]+))"""
     asked = [found for text in texts for found in re.findall(rf"ARGS={words} ONLY={words}", text)]
     assert len(asked) > 2
@@ -103,7 +102,7 @@ def test_a_part_that_fails_has_no_result_and_is_named(gpu_all, tmp_path):
 
 
 def test_the_documentation_names_parts_that_there_are(gpu_all):
-    text = "".join((ROOT / name).read_text(encoding="utf-8") for name in (RUN, "docs/performance.md"))
+    text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("gpu.md", "performance.md"))
     asked = re.findall(r"""ONLY=(?:'([^']*)'|"([^"]*)"|(\S+))\s+benchmarks/gpu_all\.sh""", text)
     assert len(asked) > 5
     for pattern in map("".join, asked):
