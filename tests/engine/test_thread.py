@@ -36,6 +36,7 @@ from support.engine.thread import TIMEOUT_S, TINY, GatedExecutor, Numbers, Rig, 
 from support.failing_executor import FailingExecutor
 from support.fake_adapters import FakeAdapters, make_adapter
 from support.hash_matcher import HashMatcher
+from support.timed_steps import CAPACITY, MODEL, Knowing
 
 
 @pytest.fixture
@@ -244,6 +245,70 @@ def test_an_end_counts_as_its_client_is_told(depth, has_grammar, ends, reason):
     assert told.finish_reason is reason
     assert [stats.finish_reason for stats in ended if stats.request_id == "a"] == [reason] * 2, "the journal and the observer"
     assert len(whole.output_token_ids) == told.num_generated_tokens == 4
+
+
+class Counts(NullObserver):
+    """Sums up the tokens that steps and requests report."""
+
+    def __init__(self) -> None:
+        self.num_sampled_tokens = self.num_forced_tokens = self.most_at_once = 0
+        self.ended: list[RequestStats] = []
+
+    def on_step(self, stats) -> None:
+        counts = stats.counts
+        self.num_sampled_tokens += counts.num_sampled_tokens
+        self.num_forced_tokens += sum(counts.forced.values())
+        self.most_at_once = max(self.most_at_once, counts.num_sampled_tokens)
+
+    def on_finish(self, stats: RequestStats) -> None:
+        self.ended.append(stats)
+
+
+class TimedExecutor(HashExecutor):
+    """Every step takes 1 ms. Without a duration of steps there are no guesses."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(CAPACITY, model=MODEL)
+        self._clock = clock
+
+    def collect(self, ticket):
+        self._clock.advance(1_000_000)
+        return super().collect(ticket)
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+@pytest.mark.parametrize(
+    ("several", "end_token_ids"), [("guessed", ()), ("forced", ()), ("forced", (3,))], ids=["guessed", "forced", "forced end"]
+)
+def test_tokens_of_a_step_after_a_stop_string_are_not_counted(several, end_token_ids, at):
+    def answer(stop: tuple[str, ...] = ()) -> tuple[Rig, Request, Counts]:
+        counts, clock, matcher = Counts(), VirtualClock(), None
+        if several == "forced":
+            end = {"max_tokens": 11, "end_token_id": 3} if end_token_ids else {}
+            matcher = HashMatcher(MODEL.vocab_size, seed=1, num_forced=7, **end)
+        guesser = Knowing() if several == "guessed" else "off"
+        core = make_core(CAPACITY, make_policies(guesser=guesser), observer=counts)
+        rig = Rig(core=core, executor=TimedExecutor(clock), clock=clock)
+        request = make_request("a", [2], max_tokens=12, matcher=matcher, stop=stop, stop_token_ids=end_token_ids)
+        rig.engine.submit(request)
+        while rig.engine.turn():
+            pass
+        core.check()
+        return rig, request, counts
+
+    _, request, counts = answer()
+    assert len(request.output_token_ids) == 12
+    assert counts.most_at_once > 2
+    wanted = request.output_token_ids[:at]
+    stop = "".join(f"{token_id} " for token_id in wanted)
+    rig, request, counts = answer((stop,))
+    told = rig.sink.end_of("a")
+    assert (told.finish_reason, told.stop_reason, told.num_generated_tokens) == (FinishReason.STOP, stop, at)
+    assert list(rig.sink.tokens_of("a")) == request.output_token_ids == wanted
+    assert (request.finish_reason, request.stop_reason) == (FinishReason.STOP, stop)
+    assert counts.num_sampled_tokens == at
+    assert counts.num_forced_tokens < at
+    assert [stats.num_generated_tokens for stats in counts.ended] == [at]
 
 
 class CopyingCore(EngineCore):

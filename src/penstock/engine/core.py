@@ -7,13 +7,14 @@ computes it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from penstock.clock import Clock, StoppedClock
 from penstock.engine.matchers import Matchers
-from penstock.engine.ports import NullObserver, Observer, RequestJournal
+from penstock.engine.ports import NullObserver, Observer, OutputChunk, RequestJournal
 from penstock.sched import progress
 from penstock.sched.progress import StepOutcome
 from penstock.sched.queue import KeyedHeap
@@ -35,7 +36,7 @@ LATE_DETAILS = {
 }
 _STOPPED = StoppedClock()
 
-ReadEnd = Callable[[TokenEvent], tuple[FinishReason, int | str | None]]
+Read = Callable[[TokenEvent], OutputChunk | None]
 
 
 class EngineCore:
@@ -121,12 +122,12 @@ class EngineCore:
         return plan
 
     def finish(
-        self, plan: StepPlan, result: StepResult, now_ns: int, clock: Clock = _STOPPED, read_end: ReadEnd | None = None
+        self, plan: StepPlan, result: StepResult, now_ns: int, clock: Clock = _STOPPED, read: Read | None = None
     ) -> list[TokenEvent]:
         """Take over the result of a step. Return one event for each row that sampled or failed, in the order of the plan.
 
-        `clock` measures how long grammars take. `read_end` looks for a stop string in the last text of an answer that reached
-        its length limit.
+        `clock` measures how long grammars take. `read` makes the text of events that have several tokens or reach the length
+        limit. Tokens after the end of the text, such as a stop string, do not count.
         """
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
@@ -134,6 +135,8 @@ class EngineCore:
             self._served_ns = now_ns
         outcome = self.scheduler.commit(plan, result, now_ns)
         self.grammar_ns = self._follow(outcome, clock) if self.matchers else 0
+        if read is not None and (outcome.ended or outcome.counts.guesses or outcome.counts.forced):
+            self._read(outcome, read)
         if outcome.ended:  # otherwise the next `begin` updates it soon enough
             self.snapshot = self._take_snapshot()
         stats = self._step_stats(plan, result, outcome, now_ns)
@@ -141,18 +144,26 @@ class EngineCore:
         self._last_step_ns = now_ns - stats.started_ns - stats.waited_ns
         self._last_num_rows = len(plan.rows)
         self._journal.on_step(stats)
-        if outcome.ended and read_end is not None:
-            self._read_ends(outcome.events, read_end)
         for request in outcome.ended:
             self._forget(request, now_ns)
         self._observer.on_step(stats)
         return outcome.events
 
-    def _read_ends(self, events: Sequence[TokenEvent], read_end: ReadEnd) -> None:
-        for event in events:
-            if event.finish_reason is FinishReason.LENGTH:
-                reason, stop_reason = read_end(event)
-                progress.end(self._requests[event.request_id], reason, stop_reason)
+    def _read(self, outcome: StepOutcome, read: Read) -> None:
+        """End requests whose text ends among several tokens of a step, or at the length limit, before tokens are counted."""
+        for idx, event in enumerate(outcome.events):
+            if len(event.token_ids) < 2 and event.finish_reason is not FinishReason.LENGTH:  # nearly all events
+                continue
+            chunk = read(event)
+            if chunk is None or chunk.finish_reason is None:
+                continue
+            request, reason, stop_reason = self._requests[event.request_id], chunk.finish_reason, chunk.stop_reason
+            num_cut = min(len(event.token_ids), len(request.output_token_ids) - chunk.num_generated_tokens)
+            self.scheduler.end_by_text(request, reason, stop_reason, num_cut, outcome)
+            token_ids, logprobs = chunk.token_ids, chunk.logprobs
+            outcome.events[idx] = replace(
+                event, token_ids=token_ids, logprobs=logprobs, finish_reason=reason, stop_reason=stop_reason
+            )
 
     def _follow(self, outcome: StepOutcome, clock: Clock) -> int:
         """Give sampled tokens to the grammars, and append tokens that they force. Return the nanoseconds it took."""

@@ -72,7 +72,7 @@ class OutputStage:
                     continue
                 if event.token_ids:
                     stream.note_time(event.at_ns, first, gaps_ns if stream.is_timed else [])
-                chunk = stream.last or stream.push(event)
+                chunk, stream.read = stream.read or stream.push(event), None
             except Exception:
                 chunk = stream.fail(event)
             add_chunk(chunk)
@@ -82,21 +82,21 @@ class OutputStage:
             self._observer.on_tokens(first, gaps_ns)
         return output
 
-    def read_end(self, event: TokenEvent) -> tuple[FinishReason, int | str | None]:
-        """Return the (finish reason, stop reason) of an answer from its last event, before `push` gets the event."""
-        assert event.finish_reason is not None, "it is the last"
+    def read(self, event: TokenEvent) -> OutputChunk | None:
+        """Return the chunk of an event before `push` gets the event, or None if its text can't end the answer."""
         request = self._requests.get(event.request_id)
         if request is None:
-            return event.finish_reason, event.stop_reason
+            return None
+        if event.finish_reason is None and not request.sampling.stop and request.sampling.lines is None:
+            return None
         stream = self._streams.get(event.request_id)
         if stream is None:
             stream = self._streams[event.request_id] = self._open(request)
         try:
-            stream.last = stream.push(event)
+            stream.read = stream.push(event)
         except Exception:
-            stream.last = stream.fail(event)
-        assert stream.last.finish_reason is not None, "it is the last"
-        return stream.last.finish_reason, stream.last.stop_reason
+            stream.read = stream.fail(event)
+        return stream.read
 
     def fail_all(self, detail: str, at_ns: int) -> list[OutputChunk]:
         """End every request in flight with ERROR, when the core has failed."""
@@ -136,7 +136,8 @@ class _Stream:
     """Tokens from another engine. The client has their text already, except an end held back for a possible stop string."""
     is_under_way: bool = False
     """The first tokens have come, and the text is not searched for stop strings or lines."""
-    last: OutputChunk | None = None
+    read: OutputChunk | None = None
+    """The chunk of an event that was read before its `push`."""
     _detokenizer: Detokenizer | None = None
     _stops: StopStrings | None = None
     _lines: Lines | None = None
@@ -149,7 +150,6 @@ class _Stream:
 
     def note_time(self, at_ns: int, first: list[Request], gaps_ns: list[int]) -> None:
         if self._last_token_ns is None:
-            self._first_token_ns = at_ns
             first.append(self._request)
         else:
             self._note_gap(at_ns - self._last_token_ns, gaps_ns)
@@ -185,7 +185,7 @@ class _Stream:
         """Return the chunk of one event. It has a finish reason if the event or its text ends the request."""
         is_first = self._detokenizer is None
         if is_first:
-            self._begin()
+            self._begin(event.at_ns)
         text, num_shown, end = self._read(event)
         chunk = OutputChunk(
             event.request_id,
@@ -218,8 +218,9 @@ class _Stream:
         self._add_facts(chunk)
         return chunk
 
-    def _begin(self) -> None:
+    def _begin(self, at_ns: int) -> None:
         # Not in __init__: a failure here must end this request only.
+        self._first_token_ns = at_ns
         sampling = self._request.sampling
         self._detokenizer = self._make_detokenizer(sampling.shown_special_ids)
         if sampling.stop:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.clock import Clock
-from penstock.engine.core import EngineCore, ReadEnd
+from penstock.engine.core import EngineCore, Read
 from penstock.engine.ports import Executor, NullObserver, TurnObserver
 from penstock.engine.transfers import Transfers
 from penstock.types.errors import ExecutorFailure
@@ -48,7 +48,7 @@ class Stepper:
         transfers: Transfers | None = None,
         poll_aborts: Callable[[], Sequence[Command]] = tuple,
         collect: Callable[[Ticket], StepResult] | None = None,
-        read_end: ReadEnd | None = None,
+        read: Read | None = None,
         turn_observer: TurnObserver | None = None,
     ) -> None:
         """Raises ValueError for an executor whose depth is neither 1 nor 2.
@@ -65,7 +65,7 @@ class Stepper:
         self._transfers = transfers
         self._poll_aborts = poll_aborts
         self._collect = collect or executor.collect
-        self._read_end = read_end
+        self._read = read
         self._turn_observer: TurnObserver = turn_observer or NullObserver()
         self._depth = executor.depth
         self._flights: deque[StepInFlight] = deque()
@@ -153,7 +153,7 @@ class Stepper:
         result = self._collect(flight.ticket)
         now_ns = clock.now_ns()
         events = core.apply(self._poll_aborts(), now_ns)
-        events += core.finish(flight.plan, result, now_ns, clock, self._read_end)
+        events += core.finish(flight.plan, result, now_ns, clock, self._read)
         committed_ns = clock.now_ns()
         parts_ns = {"schedule": flight.schedule_ns, "commit": committed_ns - now_ns - core.grammar_ns}
         if flight.drafting_ns is not None:

@@ -76,7 +76,7 @@ class Engine:
             watched,
             clock,
             report=self._report,
-            read_end=output.read_end,
+            read=output.read,
             transfers=self._transfers,
             poll_aborts=self._inbox.poll_aborts,
             turn_observer=turn_observer,

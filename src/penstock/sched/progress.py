@@ -71,7 +71,10 @@ def follow(
         request.first_token_ns, request.num_cached_tokens = first_token_ns, num_cached_tokens
 
 
-def end(request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+def end(request: Request, reason: FinishReason, stop_reason: int | str | None = None, num_cut: int = 0) -> None:
+    """End a request, without the last `num_cut` tokens of its output."""
+    if num_cut:
+        replace_output(request, request.output_token_ids[:-num_cut])
     request.status = RequestStatus.FINISHED
     request.num_inflight_tokens = 0
     request.finish_reason = reason

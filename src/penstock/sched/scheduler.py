@@ -231,7 +231,8 @@ class Scheduler:
             detail = "Another request of this beam search ended before this one arrived."
         return Rejected(RejectReason.INVALID, detail) if detail else None
 
-    def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None) -> None:
+    def end(self, request: Request, reason: FinishReason, stop_reason: int | str | None = None, num_cut: int = 0) -> None:
+        """End a request. The last `num_cut` tokens of its output do not count, but their KV may be cached."""
         if request.status is RequestStatus.RUNNING:
             # Cache neither a failed row, whose KV may be NaN, nor a beam, whose output was replaced by its hypothesis.
             if reason is not FinishReason.ERROR and request.sampling.beams is None:
@@ -246,7 +247,7 @@ class Scheduler:
         if self._padding.is_active:
             self._padding.end(request)
         self._free(request)
-        progress.end(request, reason, stop_reason)
+        progress.end(request, reason, stop_reason, num_cut)
         if not request.background:  # batch jobs would skew the predictions for other requests
             self._policies.predictor.ended(request)
         if self._guessing is not None:
@@ -581,6 +582,23 @@ class Scheduler:
             self.end(request, reason, stop_reason)
             outcome.ended.append(request)
         return replace(event, token_ids=event.token_ids + forced, finish_reason=reason, stop_reason=stop_reason)
+
+    def end_by_text(
+        self, request: Request, reason: FinishReason, stop_reason: int | str | None, num_cut: int, outcome: StepOutcome
+    ) -> None:
+        """End a request by the text of a committed step. The last `num_cut` tokens do not count.
+
+        If one of these tokens had ended the request already, its text decides the reason.
+        """
+        counts, request_id = outcome.counts, request.request_id
+        counts.num_sampled_tokens -= num_cut
+        if request_id in counts.forced:
+            counts.forced[request_id] = max(0, counts.forced[request_id] - num_cut)
+        if request.status is RequestStatus.FINISHED:
+            progress.end(request, reason, stop_reason, num_cut)
+        else:
+            self.end(request, reason, stop_reason, num_cut)
+            outcome.ended.append(request)
 
     def _score(self, rows: Iterable[RowPlan], result: StepResult) -> None:
         for row in rows:

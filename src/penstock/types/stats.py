@@ -121,7 +121,8 @@ class StepCounts:
     forced: dict[str, int] = field(default_factory=dict)
     """Request id -> tokens that its grammar forced after the sampled one; included in `num_sampled_tokens`."""
     guesses: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Request id -> (its guesses, how many were accepted). The latter are included in `num_sampled_tokens`."""
+    """Request id -> (its guesses, how many were accepted). The latter are included in `num_sampled_tokens`, unless they follow
+    a stop string."""
     guess_sources: dict[str, str] = field(default_factory=dict)
     """Request id -> who made its guesses: a guesser's `source`, or `draft` for a small model."""
     prefills: list[RowPlan] = field(default_factory=list)
