@@ -188,6 +188,13 @@ async def test_a_folder_of_somebody_else_is_left_alone(source: Path, tmp_path: P
     assert sorted(path.name for path in folder.rglob("*")) == ["files", "notes", "thesis.txt"]
 
 
+def test_a_pipe_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    os.mkfifo(pipe := tmp_path / "in.jsonl")
+    result = CliRunner().invoke(cli, ["batch", "run", str(pipe), "no-such-model"])
+    assert isinstance(result.exception, PenstockError)
+    assert f"{pipe} is not a regular file" in str(result.exception)
+
+
 async def test_a_run_ends_if_its_engine_can_not_go_on(source: Path, tmp_path: Path) -> None:
     class Broken(HashExecutor):
         def submit(self, plan):

@@ -67,6 +67,8 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
     from penstock.config.several import configs_of
     from penstock.deploy.factory import start_deployment
 
+    if not file.is_file():
+        raise PenstockError(f"{file} is not a regular file.", remedy="Write the requests to a file: it is read twice.")
     output = output or file.with_name(file.name + ".out.jsonl")
     errors, folder = output.with_name(output.name + ".errors.jsonl"), output.with_name(output.name + ".job")
     check_folder(folder)
