@@ -843,6 +843,25 @@ def test_a_server_that_is_started_again_goes_on(tmp_path, gate):
         assert counted(client, batch) == once(300)
 
 
+def test_a_batch_has_its_size_before_its_lines_are_opened_again(tmp_path, gate, monkeypatch):
+    with serving(tmp_path, gate) as server, server.client() as client:
+        batch = begun(client, lines_of(300))
+        gate.allow(4)
+        wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed > 0)
+    opened, open_lines = threading.Event(), BatchRunner._open
+
+    def open_late(self, batch):
+        assert opened.wait(60)
+        return open_lines(self, batch)
+
+    monkeypatch.setattr(BatchRunner, "_open", open_late)
+    with serving(tmp_path) as server, server.client() as client:
+        total = client.batches.retrieve(batch.id).request_counts.total
+        opened.set()
+        assert total == 300
+        assert ended(client, batch).request_counts.completed == 300
+
+
 @pytest.mark.parametrize("wish", ["false", "true"])
 def test_lines_of_a_batch_that_must_stay_here_stay_here_also_after_a_restart(tmp_path, monkeypatch, wish):
     asked = []

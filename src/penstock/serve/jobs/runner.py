@@ -87,7 +87,7 @@ _Result = TypeVar("_Result")
 @dataclass(slots=True, eq=False)
 class _Running:
     batch: Batch
-    """As the store has it, except for `errors`."""
+    """As the store has it, except for `errors` and the counts of lines and tokens."""
     lines: Lines | None = None
     """None until the lines are checked."""
     is_stopped: asyncio.Event = field(default_factory=asyncio.Event)
@@ -308,6 +308,7 @@ class BatchRunner:
             running.lines = await self.on_disk(self._open, running.batch)
             if running.lines is not None:
                 running.began_s, running.began_with = self._now(), running.lines.progress.num_answered
+                running.batch = replace(running.with_progress, errors=running.batch.errors)  # to be put with the next status
             elif not await self._check(running):
                 return
         if running.lines is not None and not running.batch.errors:
