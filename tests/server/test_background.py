@@ -67,4 +67,6 @@ def test_a_job_does_not_push_out_what_people_ask_about(tmp_path):
         batch = begun(server.client(), [line(str(number)) for number in range(150)])  # 100 are remembered
         assert ended(server.client(), batch).request_counts.completed == 150
         assert httpx.get(f"{server.url}/v1/requests/person").status_code == 200
-        assert httpx.get(f"{server.url}/v1/requests/{batch.id}-1").status_code == 404
+        gone = httpx.get(f"{server.url}/v1/requests/{batch.id}-1")
+        assert gone.status_code == 404
+        assert "was a line of a batch" in gone.json()["error"]["message"]

@@ -147,8 +147,8 @@ class RequestsEndpoint:
             raise ApiError(
                 404,
                 f"The server remembers no request {shorten(request_id)!r} of yours. It ended too long ago (see "
-                "--explained-requests), was computed elsewhere (by an upstream), was refused before it reached the engine, or "
-                "never arrived.",
+                "--explained-requests), was a line of a batch (explained only until it ends), was computed elsewhere (by an "
+                "upstream), was refused before it reached the engine, or never arrived.",
                 code="request_not_found",
             )
 
