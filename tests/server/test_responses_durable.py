@@ -241,6 +241,7 @@ def test_what_can_not_be_asked_again_says_so(config: ServerConfig) -> None:
     with LiveServer(runtime, config) as server:
         found = ended(server, begun["id"])
         assert (found["status"], found["error"]["code"]) == ("failed", "server_error")
+        assert "Status 404: The model 'toy'" in found["error"]["message"]
     runtime.close()
 
 

@@ -26,8 +26,6 @@ from functools import partial
 from http import HTTPStatus
 from typing import Any, TypeVar
 
-import msgspec
-
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import INLINE_MAX_BODY
 from penstock.disk import cause, remove, size_of
@@ -47,7 +45,7 @@ from penstock.jobs.store import INTERNAL, OUTPUT, Batch, File, NoRoom, Store, ne
 from penstock.serve.course import Course, Routed
 from penstock.serve.errors import BUSY_STATUSES, STATUS_CLIENT_CLOSED_REQUEST
 from penstock.serve.jobs.output_lines import line_of_answer, line_of_failure
-from penstock.serve.own_requests import Answered, OwnRequests
+from penstock.serve.own_requests import OwnRequests
 from penstock.types.errors import ConfigError
 from penstock.types.request import Owner
 from penstock.types.stats import BatchStats
@@ -64,9 +62,6 @@ GATHERED_S = 0.2
 TRIED_AGAIN_S = 5.0
 """Time until a full or broken disk, or a server that refused a line without saying when, is tried again."""
 MAX_RETRY_AFTER_S = 60.0
-MAX_WHY = 500
-"""Most characters of the reason of a refusal."""
-_TRY_AGAIN = r" Try again in \d+ s\.$"
 MAX_REFUSED = 1000
 """Lines of a batch that wait to be asked again. With about so many, no others are asked."""
 ENVELOPE_BYTES = 1 << 11
@@ -517,7 +512,7 @@ class BatchRunner:
             if answered is None:
                 running.answers.append(line_of_failure(batch, line, "invalid_api_key", "The batch's API key was withdrawn."))
             elif answered.status in BUSY_STATUSES:
-                running.refusal = _why(answered)
+                running.refusal = answered.why
                 wait_s = min(answered.retry_after_s or TRIED_AGAIN_S, MAX_RETRY_AFTER_S)
                 has_failed = any(why in running.refusal for why in (ENGINE_FAILED, ENGINE_STUCK))
                 if course.decided is not None:
@@ -684,22 +679,6 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
 def _error(code: str, message: str) -> dict[str, Any]:
     """Return an error of a batch as a whole."""
     return {"code": code, "line": None, "message": message, "param": None}
-
-
-class _Refused(msgspec.Struct):
-    error: dict[str, Any]
-
-
-_read_refused = msgspec.json.Decoder(_Refused).decode
-
-
-def _why(answered: Answered) -> str:
-    """Return the status and the message of an error, without the time to try again: the batch does that."""
-    try:
-        message = str(_read_refused(answered.body).error["message"])
-    except (msgspec.DecodeError, KeyError):  # another server's
-        message = answered.body[:MAX_WHY].decode("utf-8", "replace")
-    return f"Status {answered.status}: {re.sub(_TRY_AGAIN, '', message)[:MAX_WHY]}"
 
 
 def is_within(hours: Hours, hour: int) -> bool:

@@ -193,7 +193,8 @@ class ResponsesEndpoint:
                 break
             await asyncio.sleep(answered.retry_after_s or RETRY_AFTER_S)
         if answered is None or answered.status != 200:
-            message = "The server was restarted, and the request could not be asked again."
+            why = "Its API key was withdrawn." if answered is None else answered.why
+            message = f"The server was restarted, and the request could not be asked again. {why}"
             self._store.update(kept.ended("failed", {"code": "server_error", "message": message}))
 
     async def _run(self, opened: RunningCall, draft: Draft, kept: Kept, writer: ResponsesWriter) -> None:
