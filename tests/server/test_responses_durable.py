@@ -83,6 +83,29 @@ def test_a_response_in_the_background_is_asked_again_under_its_id(config: Server
     server.runtime.close()
 
 
+def test_a_response_is_asked_again_with_a_conversation_that_was_deleted(config: ServerConfig) -> None:
+    executor, then = GatedExecutor(), {"role": "user", "content": "and then?"}
+    with serving(replace(config, shutdown_timeout_s=0.0), executor) as server:
+        executor.allow(100)
+        first, second = (post(server, input=text).json() for text in ("one", "two"))
+        asked = [{"type": "item_reference", "id": second["output"][0]["id"]}, then]
+        begun = post(server, input=asked, previous_response_id=first["id"], background=True, max_output_tokens=MANY).json()
+        for one in (first, second):
+            assert httpx.delete(f"{server.url}{PATH}/{one['id']}").status_code == 200
+        server.server.request_shutdown()
+        executor.open()
+    server.runtime.close()
+    with serving(config) as server:
+        found = ended(server, begun["id"])
+        assert (found["status"], found["error"]) == ("incomplete", None)
+        items = [{"role": "user", "content": "one"}, *first["output"], *second["output"], then]
+        expected = post(server, input=items, store=False, max_output_tokens=MANY).json()
+        assert found["output"][0]["content"] == expected["output"][0]["content"]
+        assert b"and then?" in records(config)[begun["id"]]
+        assert b"one" not in records(config)[begun["id"]], "what came before is kept only until the end"
+    server.runtime.close()
+
+
 def stopped_with(config: ServerConfig, num: int) -> list[str]:
     """Return the ids of responses that run in the background when their server ends."""
     executor = GatedExecutor()

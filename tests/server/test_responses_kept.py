@@ -2,6 +2,7 @@
 
 import asyncio
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from penstock.clock import VirtualClock
 from penstock.serve.errors import ApiError
 from penstock.serve.messages import MAX_MESSAGES
 from penstock.serve.responses.kept import Kept, as_json
+from penstock.serve.responses.read import Past
 from penstock.serve.responses.store import MemoryStore, past_of
 from penstock.types.request import Owner
 from support.server.harness import make_client, make_runtime, until
@@ -52,6 +54,14 @@ async def test_what_nobody_asks_for_is_forgotten_in_time():
     assert await is_kept(store, "a")
     with pytest.raises(ApiError, match="nobody asked for it for 60 s"):
         await store.get(ME, "b")
+
+
+def test_the_conversation_before_a_response_counts_until_its_end():
+    past = Past([b"i" * 1000], {"msg_a_0": b"r" * 1000}, 2000)
+    alone = Kept(ME, "a", b'{"status":"queued"}', (), 0, "b", is_background=True, is_running=True)
+    running = replace(alone, past=past)
+    assert running.num_bytes > alone.num_bytes + 2000
+    assert [running.ended("failed").past, running.as_of({"status": "completed"}, []).past] == [None, None]
 
 
 async def test_the_owner_who_has_most_makes_room():

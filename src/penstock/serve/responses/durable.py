@@ -14,6 +14,7 @@ import msgspec
 
 from penstock.jobs.store import Store
 from penstock.serve.responses.kept import Headers, Kept, Key
+from penstock.serve.responses.read import Past
 from penstock.types.request import Owner
 
 _log = logging.getLogger(__name__)
@@ -113,6 +114,8 @@ class _Record(msgspec.Struct, array_like=True):
     """The request's body, or null if it has ended."""
     urgency: Headers = ()
     """The request's headers about urgency. Earlier versions did not write them."""
+    past: tuple[list[msgspec.Raw], dict[str, msgspec.Raw], int] | None = None
+    """The fields of `Kept.past`. Earlier versions did not write them."""
 
 
 _read_record = msgspec.json.Decoder(_Record).decode
@@ -123,12 +126,19 @@ def _record(kept: Kept) -> bytes:
     items = [msgspec.Raw(item) for item in kept.items]
     asked = msgspec.Raw(kept.asked if kept.is_running else _NULL)
     fields = (msgspec.Raw(kept.response), items, kept.num_asked, kept.previous_id, kept.is_background, asked, kept.urgency)
-    return msgspec.json.encode(_Record(*fields))
+    past = None
+    if kept.past is not None:
+        referenced = {item_id: msgspec.Raw(item) for item_id, item in kept.past.referenced.items()}
+        past = [*map(msgspec.Raw, kept.past.items)], referenced, kept.past.num_bytes
+    return msgspec.json.encode(_Record(*fields, past))
 
 
 def _decode(owner: Owner, response_id: str, data: bytes) -> Kept:
     record = _read_record(data)
-    is_running = bytes(record.asked) != _NULL
+    is_running, past = bytes(record.asked) != _NULL, None
+    if record.past is not None:
+        items, referenced, num_bytes = record.past
+        past = Past([*map(bytes, items)], {item_id: bytes(item) for item_id, item in referenced.items()}, num_bytes)
     return Kept(
         owner,
         response_id,
@@ -140,4 +150,5 @@ def _decode(owner: Owner, response_id: str, data: bytes) -> Kept:
         is_running=is_running,
         asked=bytes(record.asked) if is_running else b"",
         urgency=record.urgency,
+        past=past,
     )

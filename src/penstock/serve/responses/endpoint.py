@@ -29,7 +29,7 @@ from penstock.serve.http.entries import entry_of
 from penstock.serve.paging import LIMIT, ORDER
 from penstock.serve.responses.answers import Response, ResponseForgotten
 from penstock.serve.responses.kept import Kept, Key, as_json
-from penstock.serve.responses.read import Draft, read, references
+from penstock.serve.responses.read import Draft, Past, read, references
 from penstock.serve.responses.schemas import ResponsesBody
 from penstock.serve.responses.store import MemoryStore, has_id, past_of
 from penstock.serve.responses.write import ResponsesWriter
@@ -86,8 +86,10 @@ class ResponsesEndpoint:
             with contextlib.suppress(ApiError):  # it is not known yet
                 return fast_json.Raw((await self._store.get(owner, f"resp_{name}")).response)
             course.response_name = name
-        self._check_store(body, (owner, f"resp_{course.response_name}"))
-        past = await past_of(self._store, owner, body.previous_response_id, references(body))
+        self._check_store(body, key := (owner, f"resp_{course.response_name}"))
+        past = self._store.past_of_running(key)  # else it is asked for the first time
+        if past is None:
+            past = await past_of(self._store, owner, body.previous_response_id, references(body))
         num_bytes = len(data) + past.num_bytes
         if num_bytes > self._config.max_body_bytes:
             raise ApiError(
@@ -103,7 +105,7 @@ class ResponsesEndpoint:
         if draft.tools.left_out:
             self._tell_left_out(draft.tools.left_out, http)
         if body.background:
-            return await self._begin(opened, draft, owner, sent, http)
+            return await self._begin(opened, draft, owner, sent, past, http)
         writers: list[ResponsesWriter] = []
 
         def new_writer(running: RunningCall) -> ResponsesWriter:
@@ -138,12 +140,14 @@ class ResponsesEndpoint:
 
     # In the background
 
-    async def _begin(self, opened: RunningCall, draft: Draft, owner: Owner, sent: bytes, http: HttpRequest) -> fast_json.Raw:
+    async def _begin(
+        self, opened: RunningCall, draft: Draft, owner: Owner, sent: bytes, past: Past, http: HttpRequest
+    ) -> fast_json.Raw:
         with opened:
             queued: Response = {**draft.response, "status": "queued"}
-            asked = sent if self._store.outlives else b""
-            kept = _new_kept(draft, owner, queued)
-            kept = replace(kept, is_background=True, is_running=True, asked=asked, urgency=urgency_of(http.scope))
+            kept = replace(_new_kept(draft, owner, queued), is_background=True, is_running=True, urgency=urgency_of(http.scope))
+            if self._store.outlives:
+                kept = replace(kept, asked=sent, past=past)
             self._store.check_room(kept.key)  # other requests may have taken the room meanwhile
             if kept.key in self._running:  # the client has sent it again at once
                 opened.close()

@@ -9,7 +9,7 @@ from typing import Literal
 
 from penstock import fast_json
 from penstock.serve.responses.answers import Response, ResponseError
-from penstock.serve.responses.read import Item
+from penstock.serve.responses.read import Item, Past
 from penstock.types.request import Owner
 
 _ENTRY_BYTES = 760
@@ -38,11 +38,14 @@ class Kept:
     """The body of the request, while it is running."""
     urgency: Headers = ()
     """The request's headers about urgency, while it is running."""
+    past: Past | None = None
+    """The conversation before it, while it is running: other responses, which may be gone when it is asked again."""
     num_bytes: int = field(init=False)
     """Memory of the response in `MemoryStore`, Python's overhead included."""
 
     def __post_init__(self) -> None:
-        parts = (*self.items, self.items, self.response, self.asked)
+        past = () if self.past is None else (*self.past.items, *self.past.referenced.values())
+        parts = (*self.items, self.items, self.response, self.asked, *past)
         object.__setattr__(self, "num_bytes", sum(map(getsizeof, parts)) + _ENTRY_BYTES)
 
     @property
@@ -52,13 +55,16 @@ class Kept:
     def as_of(self, response: Response, items: Sequence[Item] | None = None) -> Kept:
         """Return a later state of a response in the background. If `items` are given, the response has ended."""
         later = replace(self, response=fast_json.dumps(response))
-        return later if items is None else replace(later, items=as_json(items), is_running=False, asked=b"", urgency=())
+        return later if items is None else replace(later._over(), items=as_json(items))
 
     def ended(self, status: Literal["failed", "cancelled"], error: ResponseError | None = None) -> Kept:
         """Return the end of a response in the background that was not generated."""
         response: Response = fast_json.loads(self.response)
         response["status"], response["error"] = status, error
-        return replace(self, response=fast_json.dumps(response), is_running=False, asked=b"", urgency=())
+        return replace(self._over(), response=fast_json.dumps(response))
+
+    def _over(self) -> Kept:
+        return replace(self, is_running=False, asked=b"", urgency=(), past=None)
 
 
 def as_json(items: Sequence[Item]) -> tuple[bytes, ...]:

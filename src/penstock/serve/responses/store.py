@@ -134,6 +134,10 @@ class MemoryStore:
             self._disk.note_use(kept.key)
         return kept
 
+    def past_of_running(self, key: Key) -> Past | None:
+        """Return the conversation before a response in the background that has not ended, or None if it is not kept."""
+        return None if (kept := self._running.get(key)) is None else kept.past
+
     def put(self, kept: Kept) -> None:
         """Add a response, or replace one that is asked again."""
         if kept.is_running:
