@@ -139,6 +139,24 @@ def test_stopping_keeps_what_was_said(browser):
         assert kept(browser)[0]["next"][0]["next"][0]["facts"]["tokens"] > 0
 
 
+def test_a_question_that_was_stopped_before_its_answer_joins_the_next_one(browser):
+    """Some templates refuse two messages of one role in a row."""
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        ask(browser, "What is a river?")
+        browser.click("#stop")
+        browser.wait_text("#status", "Stopped")
+        server.gate.open()
+        watch_requests(browser)
+        ask(browser, "And a lake?")
+        complete(browser)
+        assert last_request(browser)["messages"] == [{"role": "user", "content": "What is a river?\n\nAnd a lake?"}]
+        ask(browser, "And a sea?")
+        browser.until("return JSON.parse(window.sent).messages.length === 3")
+        assert [message["role"] for message in last_request(browser)["messages"]] == ["user", "assistant", "user"]
+        browser.until("return document.querySelectorAll('.answer .tools').length === 3")
+
+
 HUNG = """
     const [usual, limit] = [window.fetch, AbortSignal.timeout];
     const [paths, limitMs, begins] = arguments;

@@ -51,11 +51,18 @@ function keepOrTell(conversation) {
 
 // The answer
 
-/** The fields of a request that has a message answered, or the answer that is the last message continued. */
+/**
+ * The fields of a request that has a message answered, or the answer that is the last message continued. Questions are joined where
+ * the answer between them has no text: many templates refuse two messages of one role in a row.
+ */
 function bodyOf(settings, path) {
-  const said = path.filter(({ content }) => content)
-    .map(({ role, content }) => ({ role, content }));
-  return { ...settings, messages: [...systemMessages(), ...said] };
+  const messages = systemMessages();
+  for (const { role, content } of path.filter((message) => message.content)) {
+    const last = messages.at(-1);
+    if (last?.role === role) last.content += `\n\n${content}`;
+    else messages.push({ role, content });
+  }
+  return { ...settings, messages };
 }
 
 /** The messages up to this one, which is shown. */
