@@ -183,6 +183,18 @@ def test_the_figures_leave_no_empty_tile(browser):
             assert edges[0] == edges[1] - 1, width  # its border
 
 
+def test_charts_stand_side_by_side_and_the_last_panel_is_as_wide_as_both(browser):
+    with speaking("Hello.") as server:
+        browser.open(f"{server.url}/#live")
+        browser.wait_text("#refusals", "none")
+        tokens, batches, refusals = browser.run("""
+            return ["tokens", "batches", "refusals"].map((name) =>
+              document.querySelector(`[aria-labelledby="${name}-title"]`).getBoundingClientRect().toJSON());
+        """)
+        assert tokens["y"] == batches["y"]
+        assert (refusals["x"], refusals["right"]) == (tokens["x"], batches["right"])
+
+
 def test_the_map_has_a_cell_for_each_block_of_the_pool(browser):
     """512 blocks are four full rows: the null block is not among them."""
     with speaking("Hello.") as server:
