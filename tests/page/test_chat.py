@@ -343,17 +343,30 @@ def test_an_answer_follows_a_schema(page):
         '"additionalProperties": false}',
     )
     ask(page)
-    assert json.loads(complete(page)) == {"river": "Rhine"}
+    complete(page)
+    assert json.loads(page.text(".answer pre")) == {"river": "Rhine"}
+
+
+def test_json_is_shown_as_it_is_and_not_as_markdown(page):
+    answer = {"path": "C:\\*temp*\\__init__.py", "say": '"hi"', "cost": "$5 $x$"}
+    page.type("#schema", json.dumps({"const": answer}))
+    ask(page)
+    complete(page)
+    assert json.loads(page.text(".answer pre")) == answer
+    page.open(page.server.url)
+    assert json.loads(page.text(".answer pre")) == answer
 
 
 def test_an_answer_that_follows_a_schema_goes_on_where_it_was_cut(page):
     page.type("#schema", '{"enum": ["The Rhine is a river."]}')
     page.type("#max_tokens", "9")
     ask(page)
-    assert complete(page) == '"The Rhin'
+    complete(page)
+    assert page.text(".answer pre") == '"The Rhin'
     page.type("#max_tokens", "90")
     press(page, "Continue")
-    assert complete(page) == '"The Rhine is a river."'
+    complete(page)
+    assert page.text(".answer pre") == '"The Rhine is a river."'
 
 
 def test_a_schema_that_is_no_json_is_told_beside_it(page):

@@ -19,7 +19,7 @@ export class AnswerView {
   constructor(message, does) {
     this.message = message;
     this.does = does;
-    this.text = element("div", { className: "text" });
+    this.text = element("div", { className: message.facts.isJson ? "text json" : "text" });
     this.markdown = new MarkdownView(this.text);
     const reasoningText = element("div", { className: "text" });
     this.reasoningMarkdown = new MarkdownView(reasoningText);
@@ -52,9 +52,9 @@ export class AnswerView {
   }
 
   drawText() {
-    const { content, reasoning, toolCalls } = this.message;
+    const { content, reasoning, toolCalls, facts } = this.message;
     this.note.hidden = true;
-    this.markdown.show(content, this.isGrowing);
+    this.markdown.show(facts.isJson && content ? `~~~json\n${content}${this.isGrowing ? "" : "\n~~~"}` : content, this.isGrowing);
     this.reasoning.hidden = !reasoning;
     this.reasoningMarkdown.show(reasoning ?? "", this.isGrowing);
     this.calls.replaceChildren(...toolCalls.filter(Boolean).map(({ name, arguments: given }) => codeBlock(given, `Call of ${name}`)));

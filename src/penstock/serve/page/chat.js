@@ -89,7 +89,7 @@ function goOn(question, message, settings) {
 async function run(question, message, body) {
   const conversation = open;
   // What is kept from now on says so, for whoever finds it: the page removes the word when the answer ends.
-  message.facts = { requestId: `page-${newId()}`, model: body.model, end: "interrupted" };
+  message.facts = { requestId: `page-${newId()}`, model: body.model, isJson: Boolean(body.response_format), end: "interrupted" };
   const view = viewOf(message, question);
   const one = { message, view, controller: new AbortController() };
   running.set(conversation, one);
