@@ -293,6 +293,47 @@ def test_what_another_tab_keeps_meanwhile_stays_beside_the_answer(browser):
         assert browser.text(".answer > .text") == "Hello, reader."
 
 
+GROW = (
+    OTHER_TAB
+    + """
+    const message = other.next[0].next[0].next[0].next[0];
+    message.content += arguments[0];
+    message.facts = {requestId: "page-1", end: "interrupted", aliveMs: Date.now()};
+    other.changedMs += 1;
+    change(JSON.stringify(other));
+    """
+)
+"""Has another tab add a text to the second answer, which is on its way there."""
+
+
+def test_an_answer_of_another_tab_grows_beside_what_the_reader_does(page):
+    page.server.says[0] = "\n\n".join(f"Line {number}." for number in range(60))
+    converse(page, "About rivers")
+    page.server.says[0] = "Begun."
+    ask(page, "And lakes?")
+    page.until("return document.querySelectorAll('.answer .tools').length === 2")
+    page.run(GROW, "")
+    page.wait_text(".answer .foot", "^Is being answered in another tab.$")
+    page.click(".answer .tools button")
+    page.wait_text(".why", "Took")
+    page.run("document.getElementById('log').scrollTop = 100")
+    page.run(GROW, " And more.")
+    assert page.run("return Array.from(document.querySelectorAll('.answer > .text')).at(-1).innerText") == "Begun. And more."
+    assert page.run("return [document.getElementById('log').scrollTop, document.querySelector('.why').hidden]") == [100, False]
+    assert page.focused() == "Why was this slow?"
+    assert "is being answered" in page.text("#conversations")
+
+
+def test_an_answer_of_a_tab_that_is_gone_can_be_continued(page):
+    converse(page, "About rivers")
+    ask(page, "And lakes?")
+    page.until("return document.querySelectorAll('.answer .tools').length === 2")
+    page.run(GROW, "")
+    page.wait_text(".answer .foot", "Is being answered in another tab")
+    page.wait_text(".answer .tools", "Continue")
+    assert "is being answered" not in page.text("#conversations")
+
+
 def test_a_conversation_that_another_tab_deletes_ends_its_answer(browser):
     with speaking("Hello, reader.", is_open=False) as server:
         browser.open(server.url)

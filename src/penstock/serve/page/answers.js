@@ -8,7 +8,7 @@ const log = byId("log");
 const CAN_GO_ON = ["length", "stopped", "interrupted"];
 
 /** Change the log, and keep its end in sight if it was. */
-function following(change) {
+export function following(change) {
   const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 80;
   change();
   if (follows) log.scrollTop = log.scrollHeight;

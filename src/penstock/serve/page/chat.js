@@ -1,6 +1,6 @@
 // The chat: the conversation that is open, and the answers that are on their way, at most one for each conversation.
 
-import { AnswerView, isSend, questionItem } from "./answers.js";
+import { AnswerView, following, isSend, questionItem } from "./answers.js";
 import { branch, conversations, followOtherTabs, keep, newConversation, pathOf } from "./conversations.js";
 import { showList } from "./list.js";
 import { loadModels, recallSettings, settingsOfRequest, systemMessages, unfold } from "./settings.js";
@@ -9,9 +9,12 @@ import { stream, tokensOf } from "./stream.js";
 
 const OPEN = "penstock.open"; // The id of this tab's conversation, in sessionStorage.
 const KEEP_MS = 1000; // A growing answer is kept so often, in case the browser ends without saying so.
+const SILENT_MS = 3 * KEEP_MS; // A tab that has not kept its answer for so long is gone.
 
 let open = newConversation();
 const running = new Map(); // Conversation -> `{message, view, controller}`.
+let elsewhere = null; // The view of an answer of `open` that is on its way in another tab.
+let silence = null; // The timer that shows `open` anew when that tab is gone.
 
 const log = byId("log");
 const prompt = byId("prompt");
@@ -20,7 +23,7 @@ const status = (text) => { byId("status").textContent = text; };
 const list = {
   keep: keepOrTell,
   openId: () => open.id,
-  isAnswering: (conversation) => running.has(conversation),
+  isAnswering: (conversation) => running.has(conversation) || isElsewhere(pathOf(conversation).at(-1)),
   open: (conversation) => {
     show(conversation);
     unfold("list", false);
@@ -33,6 +36,9 @@ const list = {
     prompt.focus();
   },
 };
+
+/** Whether an answer is on its way in another tab, which keeps it as it grows. */
+const isElsewhere = (message) => Date.now() - message?.facts?.aliveMs < SILENT_MS;
 
 /** End the answer of a conversation that is gone. */
 function end(conversation) {
@@ -89,7 +95,8 @@ function goOn(question, message, settings) {
 async function run(question, message, body) {
   const conversation = open;
   // What is kept from now on says so, for whoever finds it: the page removes the word when the answer ends.
-  message.facts = { requestId: `page-${newId()}`, model: body.model, isJson: Boolean(body.response_format), end: "interrupted" };
+  const facts = { requestId: `page-${newId()}`, model: body.model, isJson: Boolean(body.response_format) };
+  message.facts = { ...facts, end: "interrupted", aliveMs: Date.now() };
   const view = viewOf(message, question);
   const one = { message, view, controller: new AbortController() };
   running.set(conversation, one);
@@ -131,6 +138,7 @@ async function outcome(body, { message, view, controller }, conversation) {
     return message.content ? "The answer is not complete." : "There is no answer.";
   } finally {
     clearInterval(keeping);
+    delete facts.aliveMs;
   }
 }
 
@@ -144,15 +152,20 @@ async function countStopped({ facts }, view, conversation) {
 
 /** Keep the conversation of an answer that is on its way. One that was deleted has none. */
 function keepRunning(conversation) {
-  if (running.has(conversation)) keepOrTell(conversation);
+  const one = running.get(conversation);
+  if (!one) return;
+  one.message.facts.aliveMs = Date.now();
+  keepOrTell(conversation);
 }
 
 // What is shown
 
 /** Show a conversation, and the list beside it. */
 function show(conversation) {
-  const isAnother = conversation !== open;
+  const isAnother = conversation.id !== open.id;
   open = conversation;
+  clearTimeout(silence);
+  elsewhere = null;
   session.setItem(OPEN, open.id);
   log.replaceChildren(...pathOf(open).map(itemOf));
   if (!open.next.length) log.append(element("p", { className: "empty" }, "Ask the model something."));
@@ -162,6 +175,21 @@ function show(conversation) {
   }
   showRunning();
   showList(list);
+}
+
+/** Draw by how much an answer grew in another tab. Returns false if the conversation has to be shown anew. */
+function grow(conversation) {
+  const message = pathOf(conversation).at(-1);
+  if (!isElsewhere(message) || elsewhere?.message.facts.requestId !== message.facts.requestId) return false;
+  Object.assign(elsewhere.message, message);
+  elsewhere.draw();
+  awaitOtherTab();
+  return true;
+}
+
+function awaitOtherTab() {
+  clearTimeout(silence);
+  silence = setTimeout(() => follow(open, conversations.get(open.id)), SILENT_MS);
 }
 
 function showRunning() {
@@ -182,7 +210,11 @@ function itemOf(message, index, path) {
   const one = running.get(open);
   if (one?.message === message) return one.view.item;
   const view = viewOf(message, parent);
-  view.finish();
+  if (isElsewhere(message)) {
+    elsewhere = view;
+    view.foot.append(element("p", { className: "note" }, "Is being answered in another tab."));
+    awaitOtherTab();
+  } else view.finish();
   return view.item;
 }
 
@@ -271,17 +303,24 @@ byId("new").addEventListener("click", () => {
 });
 byId("search").addEventListener("input", () => showList(list));
 addEventListener("pagehide", () => {
-  for (const conversation of running.keys()) keepRunning(conversation);
+  for (const [conversation, { message }] of running) {
+    delete message.facts.aliveMs;
+    keepOrTell(conversation);
+  }
 });
-followOtherTabs((conversation) => running.has(conversation), (before, now) => {
+followOtherTabs((conversation) => running.has(conversation), follow);
+
+/** Show what another tab has made of a conversation. */
+function follow(before, now) {
   if (!now) end(before);
   const edit = log.querySelector(".edit textarea");
   if ((now ?? before)?.id !== open.id || (now && edit)) return showList(list);
-  show(now ?? newConversation());
+  if (now && grow(now)) return showList(list);
+  following(() => show(now ?? newConversation()));
   if (!edit || edit.value === edit.defaultValue) return;
   prompt.value = [prompt.value, edit.value].filter(Boolean).join("\n\n"); // An edit outlives its conversation.
   fit();
-});
+}
 
 show(conversations.get(session.getItem(OPEN)) ?? open);
 log.scrollTop = log.scrollHeight;
