@@ -265,6 +265,23 @@ def test_an_answer_goes_on_while_another_conversation_is_open(browser):
         assert browser.text(".answer > .text") == "Hello, reader."
 
 
+def test_answers_leave_the_browser_a_connection_to_the_server(browser):
+    with speaking("Hello.", is_open=False) as server:
+        browser.open(server.url)
+        for number in range(6):
+            press(browser, "New chat")
+            ask(browser, f"Question {number}")
+        browser.wait_text("#status", "^5 answers are on their way")
+        assert browser.run("return document.getElementById('prompt').value") == "Question 5"
+        browser.click("nav a[href='#live']")
+        browser.wait_text("#figures", "Running\n")
+        browser.click("nav a[href='#chat']")
+        server.gate.open()
+        browser.until("return !document.getElementById('conversations').innerText.includes('answered')")
+        browser.click("#send")
+        assert complete(browser) == "Hello."
+
+
 OTHER_TAB = """
     const key = Object.keys(localStorage).find((one) => one.startsWith("penstock.conversation."));
     const other = JSON.parse(localStorage.getItem(key));

@@ -9,6 +9,7 @@ import { stream, tokensOf } from "./stream.js";
 
 const OPEN = "penstock.open"; // The id of this tab's conversation, in sessionStorage.
 const KEEP_MS = 1000; // A growing answer is kept so often, in case the browser ends without saying so.
+const MAX_ANSWERS = 5; // On their way in all tabs: a browser has six connections to a server, and one has to stay free.
 const SILENT_MS = 3 * KEEP_MS; // A tab that has not kept its answer for so long is gone.
 
 let open = newConversation();
@@ -246,10 +247,14 @@ function versions(message, parent) {
 
 // The reader's side
 
-/** Begin an answer in the open conversation, unless one is on its way there, or a setting is wrong. Returns whether it began. */
+/** Begin an answer in the open conversation, unless others are on their way, or a setting is wrong. Returns whether it began. */
 function begin(how) {
   if (running.has(open)) {
     status("An answer is on its way. Stop it first.");
+    return false;
+  }
+  if ([...conversations.values()].filter(list.isAnswering).length >= MAX_ANSWERS) {
+    status(`${MAX_ANSWERS} answers are on their way. Wait for one, or stop one.`);
     return false;
   }
   const settings = settingsOfRequest();
