@@ -499,6 +499,25 @@ def test_reasoning_keeps_its_paragraphs_while_more_comes(page):
     assert page.run("return window.first.isConnected")
 
 
+def test_each_part_of_a_text_has_the_direction_of_its_script(page):
+    page.server.says[0] = "مرحبا Rhine!\n\n- البند\n\nThe Rhine.\n\n```python\nx = 'نهر'\n```"
+    ask(page, "ما هو النهر؟")
+    complete(page)
+    parts = "document.querySelectorAll('.question .text, .answer > .text > *')"
+    directions = page.run(f"return Array.from({parts}, (one) => getComputedStyle(one).direction)")
+    assert directions == ["rtl", "rtl", "rtl", "ltr", "ltr"]
+
+
+def test_an_answer_that_could_not_go_on_says_why(page):
+    page.type("#max_tokens", "5")
+    ask(page)
+    complete(page)
+    page.run("window.fetch = () => Promise.reject(new TypeError());")
+    press(page, "Continue")
+    page.wait_text("#status", "The server does not answer.")
+    assert page.text(".answer > .text") == "Hello"
+
+
 def test_long_lines_are_shown_in_a_moment(page):
     page.run("""
         import("/page/markdown.js").then(({ MarkdownView }) => {

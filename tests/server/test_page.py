@@ -35,6 +35,7 @@ async def test_the_page_is_small_and_names_only_files_that_are_there(client):
     named = {f"/{name}" for name in re.findall(r'(?:href|src)="([^"#]+)"', html)}
     named |= {f"/page/{name}" for text in scripts.values() for name in re.findall(r'from "\./([^"]+)"', text)}
     assert named == own - {"/"}
+    assert "<noscript>" in html
     assert not re.search(r"<script>|<style|\sstyle=|\son\w+=", html)
     assert not any(re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write", text) for text in scripts.values())
     assert sum(len(text) for text in scripts.values()) < MAX_BYTES

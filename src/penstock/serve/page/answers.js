@@ -106,10 +106,10 @@ function factsLine({ tokens, ttftMs, decodeMs, laterShare = 1, model, end }) {
 
 /** A message of the reader, which can be edited. `does` has `edit(text)` and `versions()`. */
 export function questionItem(message, does) {
-  const text = element("div", { className: "text" }, message.content);
+  const text = element("div", { className: "text", dir: "auto" }, message.content);
   const edit = button("Edit", () => {
     const texts = { value: message.content, defaultValue: message.content };
-    const field = element("textarea", { ...texts, "aria-label": "Edited message", rows: 3 });
+    const field = element("textarea", { ...texts, "aria-label": "Edited message", rows: 3, dir: "auto" });
     const form = element("form", { className: "edit" }, field,
       element("button", { type: "submit", className: "strong" }, "Send again"), button("Cancel", close));
     function close() {

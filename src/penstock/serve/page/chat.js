@@ -134,8 +134,10 @@ async function outcome(body, { message, view, controller }, conversation) {
     }
     const isOfServer = error instanceof ServerError && error.status > 0;
     if (isOfServer) delete facts.end; // Else it was interrupted: the connection was lost, or the reader leaves the page.
-    if (isOfServer || !message.content) message.error = error instanceof ServerError ? error.message : "The connection was lost.";
+    const reason = error instanceof ServerError ? error.message : "The connection was lost.";
+    if (isOfServer || !message.content) message.error = reason;
     message.retryAfterMs = error.retryAfterMs ?? null;
+    if (!message.error) return reason;
     return message.content ? "The answer is not complete." : "There is no answer.";
   } finally {
     clearInterval(keeping);

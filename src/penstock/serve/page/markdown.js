@@ -34,7 +34,7 @@ export class MarkdownView {
     let same = 0;
     while (same < sources.length && sources[same] === this.sources[same]) same += 1;
     while (this.target.childNodes.length > same) this.target.lastChild.remove();
-    this.target.append(...blocks.slice(same).map((block) => block.make()));
+    this.target.append(...blocks.slice(same).map((block) => Object.assign(block.make(), { dir: "auto" })));
     this.sources = sources;
   }
 }
