@@ -148,9 +148,8 @@ class AsyncLLM(_Facts):
         source = locate(config)
         with _load_turn:
             self._running = start_model(config, source, _own_resources())
-        # Also runs at the interpreter's exit, because the model's threads must end first.
-        self._closer = weakref.finalize(self, _close_unasked, self._running.close)
-        os.register_at_fork(after_in_child=self._closer.detach)  # the model's threads don't exist there
+        asked = SimpleQueue[None]()
+        self._closer = _Closer(self, partial(_close_when_asked, asked, self._running), partial(asked.put, None))
 
     def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
@@ -253,7 +252,7 @@ class AsyncLLM(_Facts):
 
     def close(self) -> None:
         """Do the same as `aclose`, without an event loop."""
-        _close(self._closer)
+        self._closer.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -294,7 +293,7 @@ class AsyncLLM(_Facts):
             raise
 
     def _check_open(self) -> None:
-        if not self._closer.alive:
+        if not self._closer.is_open:
             raise _closed() from None
 
     def _encoder(self, *tasks: Task, may_be_per_token: bool = False) -> EncoderInfo:
@@ -403,15 +402,9 @@ class LLM(_Facts):
         self._async = AsyncLLM(model, **settings)
         self._running = self._async._running
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="penstock-llm", daemon=True)
-        self._thread.start()
-        threads = ThreadPoolExecutor(thread_name_prefix="penstock-llm")
-        self._loop.set_default_executor(threads)
         self._asking = threading.RLock()
         """Held while work is handed to the loop, so that `close` waits. Reentrant: garbage collection may enter it."""
-        end = partial(_end, self._async, self._loop, self._thread, threads, self._asking)
-        self._closer = weakref.finalize(self, _close_unasked, end)
-        os.register_at_fork(after_in_child=self._closer.detach)
+        self._closer = _Closer(self, partial(_run, self._loop, self._async), partial(_stop, self._loop, self._asking))
 
     def generate(
         self,
@@ -470,8 +463,8 @@ class LLM(_Facts):
         return self._iterate(self._async.chat(messages, sampling_params, adapter=adapter, **options))
 
     def close(self) -> None:
-        """End all requests and free the model. Idempotent."""
-        _close(self._closer)
+        """End all requests and free the model. Idempotent. Ctrl-C ends the wait, and the model is freed all the same."""
+        self._closer.close()
 
     def __enter__(self) -> Self:
         return self
@@ -488,7 +481,7 @@ class LLM(_Facts):
                 yield output
         finally:
             with self._asking:
-                if self._closer.alive:
+                if self._closer.is_open:
                     asyncio.run_coroutine_threadsafe(outputs.aclose(), self._loop)
 
     def _wait(self, work: Coroutine[Any, Any, _Result]) -> _Result:
@@ -502,7 +495,7 @@ class LLM(_Facts):
             tasks[0].add_done_callback(done.put)
 
         with self._asking:
-            if not self._closer.alive:
+            if not self._closer.is_open:
                 work.close()
                 raise _closed()
             self._loop.call_soon_threadsafe(begin)
@@ -563,38 +556,69 @@ def _closed() -> PenstockError:
     return PenstockError(cause, remedy="Make another LLM.")
 
 
-def _close(closer: weakref.finalize[..., Any]) -> None:
-    if (found := closer.detach()) is not None:
-        (end,) = found[2]
-        end()
+class _Closer:
+    """Closes a model in a thread of its own, so that Ctrl-C ends the wait for it and nothing else.
 
-
-def _close_unasked(end: Callable[[], object]) -> None:
-    """Free a model that was garbage-collected, or is still open when the interpreter exits.
-
-    The garbage collector may run in one of the model's threads, which can't wait for itself. Then a new thread frees the model.
+    Also closes a model that was garbage-collected, or is still open when the interpreter exits: its threads must end first.
     """
+
+    def __init__(self, model: _Facts, run: Callable[[], None], ask: Callable[[], object]) -> None:
+        """`run` has that thread, and closes the model after `ask` was called for the first time."""
+        self._is_asked, self._ask = False, ask
+        self._ended = ended = threading.Lock()  # unlike `Thread.join` of Python 3.11, it can be waited for after Ctrl-C
+        ended.acquire()
+
+        def run_to_end() -> None:
+            try:
+                run()
+            finally:
+                ended.release()
+
+        self._finalizer = weakref.finalize(model, _close_unasked, ask, ended)
+        os.register_at_fork(after_in_child=self._finalizer.detach)  # the model's threads don't exist there
+        # From the beginning, because Python starts no thread when it exits.
+        threading.Thread(target=run_to_end, name="penstock-llm", daemon=True).start()
+
+    @property
+    def is_open(self) -> bool:
+        return self._finalizer.alive and not self._is_asked
+
+    def close(self) -> None:
+        if self._finalizer.alive:
+            self._is_asked = True
+            self._ask()
+            with self._ended:
+                self._finalizer.detach()
+
+
+def _close_unasked(ask: Callable[[], object], ended: threading.Lock) -> None:
+    """Close a model. Do not wait for it in one of its own threads, where the garbage collector may run."""
+    ask()
     if threading.current_thread() is threading.main_thread():
-        end()
-    else:
-        threading.Thread(target=end, name="penstock-close").start()
+        with ended:
+            pass
 
 
-def _end(
-    model: AsyncLLM,
-    loop: asyncio.AbstractEventLoop,
-    thread: threading.Thread,
-    threads: ThreadPoolExecutor,
-    asking: threading.RLock,
-) -> None:
-    with asking:
-        pass  # every thread that found the model open has given its work to the loop
+def _close_when_asked(asked: SimpleQueue[None], running: RunningModel) -> None:
+    asked.get()
+    running.close()
+
+
+def _run(loop: asyncio.AbstractEventLoop, model: AsyncLLM) -> None:
+    """Run the loop of an `LLM` until it is stopped. Then end its tasks, and close the model."""
+    with ThreadPoolExecutor(thread_name_prefix="penstock-llm") as threads:
+        loop.set_default_executor(threads)
+        loop.run_forever()
+        loop.run_until_complete(_cancel_others())
     model.close()
-    asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
-    threads.shutdown()  # the loop's own method needs a new thread, which Python 3.12 refuses when it ends
     loop.close()
+
+
+def _stop(loop: asyncio.AbstractEventLoop, asking: threading.RLock) -> None:
+    with asking:  # every thread that found the model open has given its work to the loop
+        pass
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(loop.stop)
 
 
 async def _cancel_others() -> None:
