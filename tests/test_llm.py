@@ -98,6 +98,15 @@ def test_the_package_has_every_name_that_it_tells() -> None:
         penstock.LM  # type: ignore[attr-defined]  # noqa: B018
 
 
+def test_a_type_checker_finds_every_name(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"from penstock import {', '.join(penstock.__all__)}")
+    stub = Path(penstock.__file__).with_suffix(".pyi")
+    command = [sys.executable, "-m", "mypy", "--strict", "--config-file=", "--follow-imports=skip", stub, script]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert found.returncode == 0, found.stdout
+
+
 def test_answers_come_in_the_order_of_the_prompts(model: LLM) -> None:
     prompts = ["in the", "of a", "and", "to be", "in the"]  # more than rows
     outputs = model.generate(prompts, GREEDY)

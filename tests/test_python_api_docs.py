@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import penstock
 from support.parity.encoder_cases import ENCODERS, write_encoder
 from support.tiny_models import TinyLlama, write_gguf
 
@@ -27,6 +28,12 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_every_example_is_found() -> None:
     assert len(EXAMPLES) == PAGE.count("```python")
     assert len(OF_README) == README.count("```python") == 1
+
+
+def test_the_reference_has_every_name() -> None:
+    text = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    named = {*re.findall(r"\w+", text.rpartition("members: ")[2]), "LLM", "AsyncLLM", "__version__"}
+    assert named == set(penstock.__all__)
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial, update_wrapper
+from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from penstock.config import Config, ServerConfig
 from penstock.config.components import COMPONENTS, DEFAULT_MODEL, config_from
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 _Output = TypeVar("_Output")
-_Params = ParamSpec("_Params")
 _COMPONENTS = ("model", "kv", "lora", "scheduler", "backend")
 _NOT_HERE = ("model", "served_model_name")
 """Settings of these components that are not keywords."""
@@ -190,7 +189,7 @@ class AsyncLLM(_Facts):
         - `dimensions`: cut vectors to this many values. Vectors of length 1 are scaled to length 1 again.
         - `truncate_prompt_tokens`: keep this many tokens of each text; -1: as many as the model reads. None: a text that is too
           long is an error.
-        - `use_tqdm`: show the progress on stderr, if that is a terminal. `LLM` does so by default.
+        - `use_tqdm`: show the progress on stderr, if that is a terminal.
 
         Raises PenstockError.
         """
@@ -370,19 +369,6 @@ def _outputs(
     return [kind(name, list(text.token_ids), one) for (name, text, _), one in zip(answers, outputs, strict=True)]
 
 
-def _blocking(
-    method: Callable[Concatenate[AsyncLLM, _Params], Coroutine[Any, Any, _Result]],
-) -> Callable[Concatenate[LLM, _Params], _Result]:
-    """Turn a coroutine method of `AsyncLLM` into a blocking method of `LLM`, with a progress bar."""
-
-    def wait(self: LLM, /, *args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
-        kwargs.setdefault("use_tqdm", True)
-        return self._wait(method(self._async, *args, **kwargs))
-
-    update_wrapper(wait, method)
-    return wait
-
-
 class LLM(_Facts):
     """A model in this process, for scripts and notebooks. Thread-safe: requests of several threads are batched.
 
@@ -441,9 +427,42 @@ class LLM(_Facts):
         asked = Asked(several_of("messages", messages, Mapping), sampling_params, options, adapter)
         return self._wait(self._async._all(asked, use_tqdm=use_tqdm))
 
-    embed = _blocking(AsyncLLM.embed)
-    classify = _blocking(AsyncLLM.classify)
-    score = _blocking(AsyncLLM.score)
+    def embed(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        prompt_name: str | None = None,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding vectors of texts, in their order. The parameters are those of `AsyncLLM.embed`."""
+        work = self._async.embed(
+            texts,
+            prompt_name=prompt_name,
+            dimensions=dimensions,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            use_tqdm=use_tqdm,
+        )
+        return self._wait(work)
+
+    def classify(
+        self, texts: Prompt | Sequence[Prompt], *, truncate_prompt_tokens: int | None = None, use_tqdm: bool = True
+    ) -> list[ClassificationRequestOutput]:
+        """Return a classifier's score of each label, for each text. Other parameters are as in `AsyncLLM.embed`."""
+        return self._wait(self._async.classify(texts, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm))
+
+    def score(
+        self,
+        text_1: str | Sequence[str],
+        text_2: str | Sequence[str],
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+    ) -> list[ScoringRequestOutput]:
+        """Return a score for each pair of texts, as `AsyncLLM.score` does."""
+        work = self._async.score(text_1, text_2, truncate_prompt_tokens=truncate_prompt_tokens, use_tqdm=use_tqdm)
+        return self._wait(work)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, adapter: str | None = None
