@@ -133,8 +133,14 @@ def test_each_prompt_may_have_its_own_parameters(model: LLM) -> None:
     assert len(short.token_ids) == 3
     assert long.token_ids[:3] == short.token_ids
     assert short.finish_reason == "length"
-    with pytest.raises(PenstockError, match="2 prompts and 1 sampling_params"):
-        model.generate(["in the", "of"], [GREEDY])
+    for given, words in (
+        ([GREEDY], "2 prompts and 1 sampling_params"),
+        ([], "2 prompts and 0 sampling_params"),
+        ({"max_tokens": 8}, "'sampling_params' is of type dict. Give a SamplingParams, or one for each"),
+        ([GREEDY, None], r"'sampling_params\[1\]' is of type NoneType"),
+    ):
+        with pytest.raises(PenstockError, match=words):
+            model.generate(["in the", "of"], given)
 
 
 def test_the_same_seed_gives_the_same_answers_and_n_of_them_differ(model: LLM) -> None:
@@ -217,6 +223,7 @@ def test_a_stop_text_ends_the_answer_and_is_told(model: LLM) -> None:
     ("asked", "check"),
     [
         (StructuredOutputsParams(choice=["yes", "no"]), lambda text: text in ("yes", "no")),
+        ({"choice": ["yes", "no"]}, lambda text: text in ("yes", "no")),
         (StructuredOutputsParams(regex="[0-9]{3}"), lambda text: len(text) == 3 and text.isdigit()),
         (StructuredOutputsParams(grammar='start: "a" "b"'), lambda text: text == "ab"),
         (
@@ -226,7 +233,7 @@ def test_a_stop_text_ends_the_answer_and_is_told(model: LLM) -> None:
         ),
     ],
 )  # fmt: skip
-def test_an_answer_follows_what_was_asked_for(model: LLM, asked: StructuredOutputsParams, check: Any) -> None:
+def test_an_answer_follows_what_was_asked_for(model: LLM, asked: Any, check: Any) -> None:
     outputs = model.generate(["in the", "of a"], SamplingParams(n=2, seed=1, max_tokens=None, structured_outputs=asked))
     assert all(check(answer.text) for output in outputs for answer in output.outputs)
 
@@ -395,6 +402,9 @@ def test_what_several_threads_ask_runs_together(model: LLM) -> None:
         ({"max_tokens": "8"}, "'max_tokens' must be an integer"),
         ({"stop": ["", "a"]}, r"'stop\[0\]'"),
         ({"logprobs": 21}, "'logprobs' must be at most 20"),
+        ({"logit_bias": [1]}, "'logit_bias' must be"),
+        ({"structured_outputs": 1}, "'structured_outputs' must be"),
+        ({"structured_outputs": {"choices": ["a"]}}, r"structured_outputs\.choices"),
     ],
 )
 def test_parameters_out_of_range_are_refused_when_they_are_made(fields: dict[str, Any], words: str) -> None:

@@ -372,8 +372,9 @@ class Asked:
         if (encoder := running.model.encoder) is not None:
             remedy = f"Load a model that writes text, or {encoder.task} texts with this one."
             raise ConfigError(f"{running.name} reads texts and writes none.", remedy=remedy)
-        all_params = self._each(self.params or SamplingParams(**running.defaults.named()), SamplingParams, "sampling_params")
-        names = self._each(self.adapters, str | None, "adapters")
+        params = SamplingParams(**running.defaults.named()) if self.params is None else self.params
+        all_params = self._each(params, SamplingParams, "sampling_params", "a SamplingParams")
+        names = self._each(self.adapters, str | None, "adapters", "a name")
         adapters = [None if name is None else _adapter(running, name) for name in names]
         read = [self._text(running, prompt, self._name(index)) for index, prompt in enumerate(self.prompts)]
         prompts = [prompt for prompt, _ in read]
@@ -394,12 +395,17 @@ class Asked:
             answers.append(Answer(running, text, requests, end_token_ids, has_logprobs=has_logprobs))
         return answers
 
-    def _each(self, given: Any, kind: Any, what: str) -> Sequence[Any]:
-        values = [given] * len(self.prompts) if isinstance(given, kind) else given
+    def _each(self, given: Any, kind: Any, what: str, words: str) -> Sequence[Any]:
+        is_one = isinstance(given, kind | Mapping) or not isinstance(given, Collection)
+        values = [given] * len(self.prompts) if is_one else given
         if len(values) != len(self.prompts):
             raise ConfigError(
                 f"There are {len(self.prompts)} prompts and {len(values)} {what}.", remedy="Give one for all, or one for each."
             )
+        for index, value in enumerate(values):
+            if not isinstance(value, kind):
+                name = what if is_one else f"{what}[{index}]"
+                raise ConfigError(f"'{name}' is of type {type(value).__name__}.", remedy=f"Give {words}, or one for each.")
         return values
 
     def _name(self, index: int) -> str:
@@ -505,10 +511,10 @@ def _fields_of(params: SamplingParams) -> PythonFields:
     from penstock.serve.bodies import PythonFields
 
     fields = {name: _plain(getattr(params, name)) for name in params.__slots__}
-    if params.logit_bias is not None:
+    if isinstance(params.logit_bias, Mapping):
         fields["logit_bias"] = {str(token_id): bias for token_id, bias in params.logit_bias.items()}
-    if params.structured_outputs is not None:
-        asked = params.structured_outputs
+    asked = params.structured_outputs
+    if isinstance(asked, StructuredOutputsParams):  # else a dict of its fields, or refused below
         fields["structured_outputs"] = {name: _plain(getattr(asked, name)) for name in asked.__slots__}
     with own_errors():
         return PythonFields.model_validate(fields)
