@@ -20,7 +20,7 @@ from penstock.obs.explain.lives import Life
 from penstock.routes.prices import Bill, Cost, Price
 from penstock.serve.app import create_app
 from penstock.serve.http import entries, request_log
-from penstock.serve.http.entries import Entry
+from penstock.serve.http.entries import Entry, TokenCounts
 from penstock.serve.http.request_log import RequestLog, fields_of, line_of
 from penstock.testing import HashExecutor
 from support.deployments import deployment_of
@@ -72,7 +72,8 @@ def test_a_chat_is_told_with_its_times_and_tokens(lines, stream):
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d", line.pop("time"))
     duration_ms, ttft_ms = line.pop("duration_ms"), line.pop("ttft_ms")
     assert 0 < ttft_ms <= duration_ms < 20_000
-    assert line["queue_ms"] + line["prefill_ms"] == pytest.approx(ttft_ms, abs=0.01)
+    engine_ms = line["queue_ms"] + line["prefill_ms"]
+    assert ttft_ms >= engine_ms if stream else ttft_ms == pytest.approx(engine_ms, abs=0.01)
     assert 0 <= line.pop("queue_ms") + line.pop("prefill_ms") + line.pop("decode_ms") <= duration_ms
     assert line.pop("prompt_tokens") > 5
     assert set(line.pop("waited_for_ms")) <= {"intake", "step", "order"}
@@ -114,11 +115,23 @@ def test_an_answer_that_its_route_held_back_is_told_with_that_time(lines):
         name="auto", models=("toy", "other"), by=VerifierConfig(weak="toy", strong="other", verifier="toy", least=0.0)
     )
     with running(config=config(), others=[other], more={"routes": [route]}) as server:
-        httpx.post(server.url + CHAT, json=ASK | {"model": "auto"})
+        httpx.post(server.url + CHAT, json=ASK | {"model": "auto", "stream": True})
         line = told(lines)
     other.close()
     assert line["route"].startswith("auto; model=toy; verified=")
     assert line["held_ms"] > 0
+    assert line["ttft_ms"] >= sum(line[f"{part}_ms"] for part in ("queue", "prefill", "decode", "held"))
+
+
+def test_the_cached_tokens_of_all_prompts_are_told(lines):
+    with running(config=config()) as server:
+        for _ in range(2):
+            ask = {"prompt": [[5] * 33, [6] * 33], "n": 2, "max_tokens": 2}
+            usage = httpx.post(server.url + "/v1/completions", json=ask).json()["usage"]
+            line = told(lines)
+            assert line["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+            assert line["prompt_tokens"] == usage["prompt_tokens"]
+    assert line["cached_tokens"] > 33, "of both prompts"
 
 
 def test_the_summary_of_a_slow_request_names_the_time_for_which_it_was_held_back():
@@ -314,11 +327,11 @@ def test_a_line_of_text_leaves_out_what_is_unknown():
     beginning = 'request client="127.0.0.1:1" method="GET" path="/a" bytes=0'
     assert line_of(fields_of(entry_of(), ())) == beginning
     entry = entry_of(key="alice", status=200, num_bytes=7, ttft_s=0.25)
-    entry.model, entry.request_id, entry.client_left, entry.count_tokens = "toy", "id1", True, lambda: (3, 4)
+    entry.model, entry.request_id, entry.client_left, entry.count_tokens = "toy", "id1", True, lambda: TokenCounts(3, 2, 4)
     entry.began_ns, entry.ended_ns = 10**9, 10**9 + 500_000_000
     assert line_of(fields_of(entry, ())) == (
         'request client="127.0.0.1:1" key="alice" method="GET" path="/a" status=200 bytes=7 duration_ms=500.0 ttft_ms=250.0 '
-        'model="toy" request_id="id1" client_left=true prompt_tokens=3 completion_tokens=4'
+        'model="toy" request_id="id1" client_left=true prompt_tokens=3 completion_tokens=4 cached_tokens=2'
     )
 
 

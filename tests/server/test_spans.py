@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.obs.explain.explanation import Explanation
 from penstock.obs.explain.journal import Journal
-from penstock.obs.trace_context import Span
+from penstock.obs.trace_context import Span, TraceContext
 from penstock.sched.policies.presets import make_policies
 from penstock.serve import tracing
+from penstock.serve.http.entries import Entry
 from penstock.testing import HashExecutor, make_core, make_request
 from penstock.testing.driver import Driver
 from penstock.types.events import Abort, Add
@@ -72,6 +75,32 @@ def test_preemptions_lie_in_the_phase_that_they_interrupted() -> None:
             found += 1
         assert sum(span.name == "preempted" for span in spans) == len(told.pauses)
     assert found
+
+
+def test_each_preemption_lies_in_a_phase() -> None:
+    told = told_of(40)["a"]
+    first_ns = told.queue_ns + told.prefill_ns
+    [pause] = told_of(16)["b"].pauses[:1]
+    pauses = [replace(pause, began_ns=first_ns + began_ns, waited_ns=1) for began_ns in (1, 3)]
+    spans = spans_of(replace(told, pauses=pauses))
+    decode = named(spans)["decode"]
+    assert [span.parent_id for span in spans if span.name == "preempted"] == [decode.span_id] * 2
+
+
+def test_spans_lie_in_those_above_them() -> None:
+    """A judge reads the answer after its queue, and the engine ends the request of a client that left after the answer."""
+    told = told_of(40)["c"]
+    over_ns = told.arrival_ns + told.total_ns
+    judge = Span(name="judge", began_ns=over_ns + 5, ended_ns=over_ns + 7)
+    wait = Span(name="model", began_ns=told.arrival_ns, ended_ns=told.arrival_ns + 1)
+    entry = Entry(client="c", method="POST", path="/a", ended_ns=over_ns - 1, explain=lambda: [told], spans=[judge, wait])
+    entry.trace = TraceContext("0" * 32, "0" * 16, is_sampled=True)
+    spans = tracing.spans_of(entry)
+    by_id = {span.span_id: span for span in spans}
+    assert by_id[wait.parent_id].name == "queue"
+    for span in spans[1:]:
+        above = by_id[span.parent_id]
+        assert above.began_ns <= span.began_ns <= span.ended_ns <= above.ended_ns
 
 
 def test_steps_have_the_engines_numbers() -> None:

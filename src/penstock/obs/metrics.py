@@ -342,7 +342,8 @@ class Metrics:
         if request.first_token_ns is not None:
             ttft_ns = request.first_token_ns - request.arrival_ns
             self.ttft_ns.observe(ttft_ns, request.request_id)
-            self._count_slo(request.slo_ttft_ns, ttft_ns)
+            if not request.shares_prompt:  # one for all choices
+                self._count_slo(request.slo_ttft_ns, ttft_ns)
         if request.first_scheduled_ns is not None:
             self.queue_ns.observe(request.first_scheduled_ns - request.arrival_ns, request.request_id)
             if request.first_token_ns is not None:
@@ -371,7 +372,7 @@ class Metrics:
     def _count_finish(self, stats: RequestStats) -> None:
         if stats.key in self.tenants:
             self._count_key(stats)
-        if stats.first_token_ns is None and _is_our_doing(stats) and not stats.background:
+        if stats.first_token_ns is None and _is_our_doing(stats) and not (stats.background or stats.shares_prompt):
             self._count_slo(stats.slo_ttft_ns, math.inf)
         is_rejected = _is_rejected(stats)
         if is_rejected:

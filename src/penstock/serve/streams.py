@@ -23,7 +23,7 @@ from penstock.calls.in_flight import Chosen, RunningCall
 from penstock.engine.ports import OutputChunk
 from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, failed, from_rejected, internal
 from penstock.serve.http.checks import CLIENT_LEFT, client_watch
-from penstock.serve.http.entries import entry_of
+from penstock.serve.http.entries import TokenCounts, entry_of
 from penstock.serve.shapes import ChatFinishWord, FinishWord
 from penstock.serve.shapes import Usage as UsageBody
 from penstock.text.answers import Answer, AnswerForm, CallEnd, Content, Part, Reasoning, gather
@@ -77,9 +77,9 @@ class Usage:
     def add(self, index: int, chunk: OutputChunk) -> None:
         self._num_generated[index] = chunk.num_generated_tokens
 
-    def counts(self) -> tuple[int, int]:
-        """Return the number of tokens in all prompts, and in all answers so far."""
-        return self._num_prompt_tokens, sum(self._num_generated)
+    def counts(self) -> TokenCounts:
+        """Return the number of tokens in all prompts, of those found in the cache, and in all answers so far."""
+        return TokenCounts(self._num_prompt_tokens, self.num_cached, sum(self._num_generated))
 
     @property
     def num_cached(self) -> int:
@@ -378,8 +378,8 @@ class EventStream(Response):
 
     def _begin(self, first: OutputChunk) -> bytes:
         terms = self._call.terms
-        if (entry := entry_of(self._http.scope)) is not None:
-            entry.ttft_s = _ttft_s(terms, first)
+        if (entry := entry_of(self._http.scope)) is not None:  # its first event is sent now, though it may have been held back
+            entry.ttft_s = (self._call.running.clock.now_ns() - terms.arrival_ns) / 1e9
         return self._writer.begin(server_timing(times_ms(terms.arrival_ns, first)[:2], terms.waits, self._call.chosen))
 
 

@@ -158,8 +158,11 @@ def spans_of(entry: Entry) -> list[Span]:
         spans += _spans_of_choice(choice, index, root.span_id)
     queue = spans[1] if told else root
     for span in entry.spans:
-        span.parent_id = root.span_id if span.kind == "client" else queue.span_id
-    return spans + entry.spans
+        is_queued = span.kind != "client" and span.ended_ns <= queue.ended_ns  # a judge reads the answer after it
+        span.parent_id = (queue if is_queued else root).span_id
+    spans += entry.spans
+    root.ended_ns = max([span.ended_ns for span in spans])  # the engine ends the request of a client that left a little later
+    return spans
 
 
 def _spans_of_choice(told: Explanation, index: int, root_id: str) -> list[Span]:
@@ -173,9 +176,10 @@ def _spans_of_choice(told: Explanation, index: int, root_id: str) -> list[Span]:
         span.attributes = dict(_flat("", {"choice": index, **{key: fields.get(key) for key in keys}}))
         found += [span] if has else []
         at_ns = span.ended_ns
+    phases = found[:]
     for pause, about in zip(told.pauses, fields["preemptions"], strict=True):
         at_ns = told.arrival_ns + pause.began_ns
-        around = next((span for span in reversed(found) if span.began_ns <= at_ns), found[0])
+        around = next((span for span in reversed(phases) if span.began_ns <= at_ns), found[0])
         span = Span(name="preempted", began_ns=at_ns, ended_ns=at_ns + pause.waited_ns, parent_id=around.span_id)
         span.attributes = dict(_flat(".preemption", about))
         found.append(span)
@@ -206,7 +210,9 @@ def _attributes(entry: Entry, told: Sequence[Explanation]) -> dict[str, Value]:
     if entry.status is None or entry.status >= 400 or entry.error:
         found["error.type"] = entry.error or str(entry.status or "unanswered")
     if entry.count_tokens is not None:
-        found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"] = entry.count_tokens()
+        counts = entry.count_tokens()
+        found["gen_ai.usage.input_tokens"], found["gen_ai.usage.output_tokens"] = counts.num_prompt, counts.num_generated
+        found["gen_ai.usage.cache_read.input_tokens"] = counts.num_cached
     if entry.ttft_s is not None:
         found["gen_ai.response.time_to_first_chunk"] = round(entry.ttft_s, 6)
     if entry.route:
@@ -215,7 +221,6 @@ def _attributes(entry: Entry, told: Sequence[Explanation]) -> dict[str, Value]:
         reasons = [END_WORDS[choice.finish_reason] for choice in told if choice.finish_reason is not None]
         found["gen_ai.response.finish_reasons"] = tuple(reasons)
         found["penstock.choices"] = len(told)
-        found["gen_ai.usage.cache_read.input_tokens"] = told[0].num_hit_tokens
         if steps := [step for choice in told for step in (choice.first_step, choice.last_step) if step is not None]:
             found["penstock.step.first"], found["penstock.step.last"] = min(steps), max(steps)
     return found

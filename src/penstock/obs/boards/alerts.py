@@ -120,7 +120,9 @@ hours, and the last minutes are no better. Ten or more missed it in the last hou
         f"{_rates('batch_size_sum', '5m')} / {_rates('batch_size_count', '5m')} < 0.5 * {_sum('penstock_batch_limit_rows')}"
         + "\nand "
         + _sum('avg_over_time(penstock_requests_waiting{reason!="prefix"}[5m])')  # those wait for another one's work
-        + " > 1",
+        + " > 1\nand "
+        + _rates("generation_tokens_total", "5m")  # steps of texts are small on purpose: larger ones save nothing
+        + " > 0",
         "10m",
         "warning",
         "Batches of {{ $labels.model }} have {{ $value | humanize }} requests, half of their limit, while others wait.",

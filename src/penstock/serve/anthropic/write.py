@@ -164,7 +164,7 @@ class MessageWriter(Writer):
 
     def _usage(self, num_cached: int) -> AnthropicUsage:
         """Return the usage. Anthropic's `input_tokens` exclude cached tokens."""
-        num_prompt, num_generated = self.usage.counts()
+        num_prompt, _, num_generated = self.usage.counts()
         return {
             "input_tokens": num_prompt - num_cached,
             "cache_creation_input_tokens": 0,

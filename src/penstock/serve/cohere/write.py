@@ -107,9 +107,9 @@ class CohereWriter(Writer):
         }
 
     def _usage(self) -> CohereUsage:
-        num_prompt, num_generated = self.usage.counts()
+        num_prompt, num_cached, num_generated = self.usage.counts()
         counts = {"input_tokens": num_prompt, "output_tokens": num_generated}
-        return {"billed_units": counts, "tokens": counts, "cached_tokens": self.usage.num_cached}
+        return {"billed_units": counts, "tokens": counts, "cached_tokens": num_cached}
 
     def _finish_word(self, chunk: OutputChunk) -> FinishWord:
         if chunk.finish_reason is FinishReason.LENGTH:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -28,6 +29,15 @@ MAX_TOLD_CHARS = 200
 """Most characters of a text from the client, such as a path or a model's name."""
 _MAX_AT_ONCE = 256
 CLOSE_TIMEOUT_S = 3.0
+
+
+class TokenCounts(NamedTuple):
+    """Numbers of tokens of one call."""
+
+    num_prompt: int
+    num_cached: int
+    """Tokens of the prompts that were found in the cache."""
+    num_generated: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,8 +61,7 @@ class Entry:
     operation: str = ""
     """Its model's work, as OpenTelemetry names it, such as `chat`. Empty if it found no model."""
     model: str | None = None
-    count_tokens: Callable[[], tuple[int, int]] | None = None
-    """Returns the numbers of prompt tokens and of answer tokens."""
+    count_tokens: Callable[[], TokenCounts] | None = None
     explain: Callable[[], Sequence[Explanation]] = tuple
     """Explains its choices. For any thread, since it may wait for a replica."""
     held_ns: int = 0

@@ -85,14 +85,15 @@ def fields_of(entry: Entry, told: Sequence[Explanation], *, is_slow: bool = Fals
         "slow": is_slow or None,
     }
     if entry.count_tokens is not None:
-        fields["prompt_tokens"], fields["completion_tokens"] = entry.count_tokens()
+        counts = entry.count_tokens()
+        fields["prompt_tokens"], fields["completion_tokens"] = counts.num_prompt, counts.num_generated
+        fields["cached_tokens"] = counts.num_cached
     if told:
         longest = max(told, key=lambda choice: choice.total_ns)
         parts_ns = {"queue": longest.queue_ns, "prefill": longest.prefill_ns, "decode": longest.decode_ns}
         fields |= {f"{name}_ms": _ms(part_ns) for name, part_ns in parts_ns.items()}
         fields["held_ms"] = _ms(entry.held_ns) or None
         fields["waited_for_ms"] = {name: _ms(part_ns) for name, part_ns in longest.waited_for_ns.items()}
-        fields["cached_tokens"] = longest.num_hit_tokens
         fields["preemptions"] = sum([len(choice.pauses) for choice in told])
         fields["summary"] = summary(longest, entry.held_ns) if is_slow else None
     return {name: value for name, value in fields.items() if value is not None and value != ""}

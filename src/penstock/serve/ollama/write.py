@@ -141,7 +141,7 @@ class OllamaWriter(Writer):
         """Return the further fields of the last line. `total_duration` includes the time to load the model."""
         assert chunk.finish_reason is not None
         terms = self._call.terms
-        num_prompt_tokens, num_generated = self.usage.counts()
+        num_prompt_tokens, _, num_generated = self.usage.counts()
         _, prefill_ms, decode_ms = times_ms(terms.arrival_ns, chunk)
         return {
             "done": True,

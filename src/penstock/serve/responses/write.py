@@ -129,11 +129,11 @@ class ResponsesWriter(Writer):
 
     def _whole(self) -> Response:
         """Return the response with its items, its usage and the fingerprint of the loaded adapter."""
-        num_prompt, num_generated = self.usage.counts()
+        num_prompt, num_cached, num_generated = self.usage.counts()
         return {
             **self._draft.response,
             "output": self._items,
-            "usage": response_usage(num_prompt, self.usage.num_cached, num_generated, self._choice.num_reasoning_tokens),
+            "usage": response_usage(num_prompt, num_cached, num_generated, self._choice.num_reasoning_tokens),
             "system_fingerprint": fingerprint(self._options),
         }
 

@@ -21,7 +21,7 @@ from penstock.serve.answering import note_call
 from penstock.serve.asking import Asked, Reader
 from penstock.serve.bodies import Body, parse_body
 from penstock.serve.http.checks import JsonEndpoint, unless_gone
-from penstock.serve.http.entries import entry_of, note_model
+from penstock.serve.http.entries import TokenCounts, entry_of, note_model
 from penstock.serve.texts.call import TextResults, TextsCall
 from penstock.serve.texts.desk import Desk, run
 from penstock.serve.texts.tokens import work_size
@@ -85,7 +85,7 @@ class TextsEndpoint:
         results = await unless_gone(http, work)
         if entry is not None:
             num_tokens = results.num_tokens
-            entry.count_tokens = lambda: (num_tokens, 0)
+            entry.count_tokens = lambda: TokenCounts(num_tokens, 0)
         if _size(call, results) <= 1 << 16:  # 25 vectors of 384 numbers: a millisecond on the event loop
             content = write_json(answer.write(results))
         else:  # the size counts only numbers here: it limits what other calls may send
