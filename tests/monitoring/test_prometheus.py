@@ -37,11 +37,12 @@ M = 'instance="a",model="m"'
 TTFT = 'penstock_slo_attainment_total{instance="a",model="m",slo="ttft",met='
 
 
-def small_batches(waiting: int, reason: str = "memory") -> Series:
+def small_batches(waiting: int, reason: str = "memory", generated: int = 100) -> Series:
     return {
         f"penstock_batch_size_sum{{{M}}}": "0+200x40",
         f"penstock_batch_size_count{{{M}}}": "0+100x40",
         f"penstock_batch_limit_rows{{{M}}}": "8x40",
+        f"penstock_generation_tokens_total{{{M}}}": f"0+{generated}x40",
         f'penstock_requests_waiting{{{M},reason="{reason}"}}': f"{waiting}x40",
         f'penstock_requests_waiting{{{M},reason="rows"}}': "0x40",
     }
@@ -104,6 +105,7 @@ CASES = [
     Case("PenstockSmallBatches", 20, small_batches(waiting=5), True),
     Case("PenstockSmallBatches", 20, small_batches(waiting=0), False),
     Case("PenstockSmallBatches", 20, small_batches(waiting=5, reason="prefix"), False),
+    Case("PenstockSmallBatches", 20, small_batches(waiting=5, generated=0), False),  # an encoder
     *(
         Case(
             "PenstockSlowTier",
