@@ -211,10 +211,16 @@ class NoText(Numbers):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("has_grammar", [False, True])
 @pytest.mark.parametrize(
-    ("ends", "reason"), [("stop string", FinishReason.STOP), ("limit", FinishReason.LENGTH), ("no text", FinishReason.ERROR)]
+    ("ends", "reason"),
+    [
+        ("stop string", FinishReason.STOP),
+        ("limit", FinishReason.LENGTH),
+        ("no text", FinishReason.ERROR),
+        ("no text of a stop token", FinishReason.ERROR),
+    ],
 )
 def test_an_end_counts_as_its_client_is_told(depth, has_grammar, ends, reason):
-    """Also if the text of the last token under `max_tokens` ends the answer, too."""
+    """Also if the text of the token that ends the answer decides how."""
     ended: list[RequestStats] = []
 
     class Listener(NullObserver):
@@ -224,7 +230,7 @@ def test_an_end_counts_as_its_client_is_told(depth, has_grammar, ends, reason):
     def answer_to(*requests: Request) -> OutputChunk:
         listener = Listener()
         core = make_core(TINY, observer=listener, journal=listener)
-        text = NoText if ends == "no text" else Numbers
+        text = NoText if "no text" in ends else Numbers
         sink = Sink()
         executor = HashExecutor(TINY, depth=depth)
         engine = Engine(core, executor, OutputStage(lambda _: text()), clock=VirtualClock(), sink=sink)
@@ -241,7 +247,8 @@ def test_an_end_counts_as_its_client_is_told(depth, has_grammar, ends, reason):
     answer_to(whole)
     ended.clear()
     stop = (f"{whole.output_token_ids[-1]} ",) if ends == "stop string" else ("nothing says this",)
-    told = answer_to(make(stop=stop), make_request("b", [3], max_tokens=9))
+    stop_token_ids = (whole.output_token_ids[-1],) if "stop token" in ends else ()
+    told = answer_to(make(stop=stop, stop_token_ids=stop_token_ids), make_request("b", [3], max_tokens=9))
     assert told.finish_reason is reason
     assert [stats.finish_reason for stats in ended if stats.request_id == "a"] == [reason] * 2, "the journal and the observer"
     assert len(whole.output_token_ids) == told.num_generated_tokens == 4

@@ -126,8 +126,8 @@ class EngineCore:
     ) -> list[TokenEvent]:
         """Take over the result of a step. Return one event for each row that sampled or failed, in the order of the plan.
 
-        `clock` measures how long grammars take. `read` makes the text of events that have several tokens or reach the length
-        limit. Tokens after the end of the text, such as a stop string, do not count.
+        `clock` measures how long grammars take. `read` makes the text of events that have several tokens or end an answer.
+        Tokens after a stop string do not count.
         """
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
@@ -150,9 +150,9 @@ class EngineCore:
         return outcome.events
 
     def _read(self, outcome: StepOutcome, read: Read) -> None:
-        """End requests whose text ends among several tokens of a step, or at the length limit, before tokens are counted."""
+        """Make the text of last and of several tokens. If it ends a request, end the request before tokens are counted."""
         for idx, event in enumerate(outcome.events):
-            if len(event.token_ids) < 2 and event.finish_reason is not FinishReason.LENGTH:  # nearly all events
+            if len(event.token_ids) < (2 if event.finish_reason is None else 1):  # nearly all events
                 continue
             chunk = read(event)
             if chunk is None or chunk.finish_reason is None:
@@ -160,10 +160,7 @@ class EngineCore:
             request, reason, stop_reason = self._requests[event.request_id], chunk.finish_reason, chunk.stop_reason
             num_cut = min(len(event.token_ids), len(request.output_token_ids) - chunk.num_generated_tokens)
             self.scheduler.end_by_text(request, reason, stop_reason, num_cut, outcome)
-            token_ids, logprobs = chunk.token_ids, chunk.logprobs
-            outcome.events[idx] = replace(
-                event, token_ids=token_ids, logprobs=logprobs, finish_reason=reason, stop_reason=stop_reason
-            )
+            outcome.events[idx] = replace(event, finish_reason=reason, stop_reason=stop_reason)
 
     def _follow(self, outcome: StepOutcome, clock: Clock) -> int:
         """Give sampled tokens to the grammars, and append tokens that they force. Return the nanoseconds it took."""
