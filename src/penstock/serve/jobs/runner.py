@@ -114,17 +114,10 @@ class _Running:
     task: asyncio.Task[None] | None = None
 
     @property
-    def with_progress(self) -> Batch:
-        """The batch with its progress so far."""
-        if self.batch.is_ended:
+    def with_counts(self) -> Batch:
+        """The batch with the counts of its lines and tokens so far."""
+        if self.lines is None or self.batch.is_ended:
             return self.batch
-        errors = self.batch.errors
-        if self.waits_for:
-            errors = [_error("no_room", self.waits_for)]
-        elif self.refusal and not errors:
-            errors = [_error("refused", f"Lines are refused, and asked again. {self.refusal}")]
-        if self.lines is None:
-            return replace(self.batch, errors=errors)
         done = self.lines.progress
         return replace(
             self.batch,
@@ -132,8 +125,19 @@ class _Running:
             num_completed=done.num_completed,
             num_failed=done.num_failed,
             usage=done.usage,
-            errors=errors,
         )
+
+    @property
+    def with_progress(self) -> Batch:
+        """The batch with its counts so far, and why it waits."""
+        if self.batch.is_ended:
+            return self.batch
+        errors = self.batch.errors
+        if self.waits_for:
+            errors = [_error("no_room", self.waits_for)]
+        elif self.refusal and not errors:
+            errors = [_error("refused", f"Lines are refused, and asked again. {self.refusal}")]
+        return replace(self.with_counts, errors=errors)
 
     def wait(self, error: Exception) -> None:
         """Note why the batch waits: the disk fails, or its key's files have no room."""
@@ -303,7 +307,6 @@ class BatchRunner:
             running.lines = await self.on_disk(self._open, running.batch)
             if running.lines is not None:
                 running.began_s, running.began_with = self._now(), running.lines.progress.num_answered
-                running.batch = replace(running.with_progress, errors=running.batch.errors)  # to be put with the next status
             elif not await self._check(running):
                 return
         if running.lines is not None and not running.batch.errors:
@@ -385,13 +388,13 @@ class BatchRunner:
     async def _set_status(self, running: _Running, status: str) -> None:
         """Give a batch another status. The caller holds `changing`."""
         now_s = self.now_s()
-        await self.on_disk(self.store.put, running.batch.with_status(status, now_s))
-        running.batch = running.batch.with_status(status, now_s)
+        await self.on_disk(self.store.put, running.with_counts.with_status(status, now_s))
+        running.batch = running.with_counts.with_status(status, now_s)
 
     async def _end(self, running: _Running, status: str) -> None:
         """End a batch. The caller holds `changing`."""
         now_s = self.now_s()
-        batch = replace(running.with_progress, errors=running.batch.errors)
+        batch = running.with_counts
         sizes = (0, 0)
         if running.lines is not None:
             sizes = (running.lines.progress.num_output_bytes, running.lines.progress.num_error_bytes)
@@ -443,7 +446,7 @@ class BatchRunner:
             feeding.result()  # raises what the disk raised
         if await waiting and lines.progress.num_left:
             async with running.changing:  # noted first, so that a new start knows why lines were given up
-                marked = self._expired(running.batch)
+                marked = self._expired(running.with_counts)
                 await self.on_disk(self.store.put, marked)
                 running.batch = marked
             message = "The batch's completion window ended before this line was answered. Send it in another batch."
