@@ -153,6 +153,7 @@ def test_what_can_not_be_embedded_is_named(embed: Embed, tmp_path: Path, argumen
         (("in.txt", "-o", "absent/out.npy"), "can't be written"),
         (("in.jsonl",), "has no text in 'text'"),
         (("empty.txt",), "has no text"),
+        (("/dev/null",), "not a regular file"),
     ],
 )
 def test_wrong_files_are_named_before_the_model_is_loaded(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from penstock.cli.files import check_folder, sha256_of
+from penstock.cli.files import check_folder, check_regular, sha256_of
 from penstock.cli.options import (
     EPILOG,
     GroupedCommand,
@@ -67,8 +67,7 @@ def run(file: Path, words: tuple[str, ...], tables: Sequence[Mapping[str, object
     from penstock.config.several import configs_of
     from penstock.deploy.factory import start_deployment
 
-    if not file.is_file():
-        raise PenstockError(f"{file} is not a regular file.", remedy="Write the requests to a file: it is read twice.")
+    check_regular(file)
     output = output or file.with_name(file.name + ".out.jsonl")
     errors, folder = output.with_name(output.name + ".errors.jsonl"), output.with_name(output.name + ".job")
     check_folder(folder)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
-from penstock.cli.files import check_writable, sha256_of
+from penstock.cli.files import check_regular, check_writable, sha256_of
 from penstock.cli.options import (
     EPILOG,
     NOT_IN_THE_LAB,
@@ -91,6 +91,7 @@ def embed(
         _import_pyarrow()
     if output.exists():
         raise PenstockError(f"{output} is there already.", remedy="Remove it, or name another one with --output.")
+    check_regular(file)
     check_writable(output)
     num_texts = sum(1 for _ in _texts(file, field))
     if not num_texts:

@@ -48,6 +48,12 @@ def check_folder(folder: Path, *, remedy: str = "Name another one.") -> None:
         raise ConfigError(f"The folder {folder} can't be written.", remedy=remedy)
 
 
+def check_regular(path: Path) -> None:
+    """Raise ConfigError if a file can't be read twice: a pipe, or a device."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is not a regular file.", remedy="Write its lines to a file: they are read more than once.")
+
+
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
