@@ -57,10 +57,10 @@ async def test_what_nobody_asks_for_is_forgotten_in_time():
 
 
 def test_the_conversation_before_a_response_counts_until_its_end():
-    past = Past([b"i" * 1000], {"msg_a_0": b"r" * 1000}, 2000)
+    past = Past([b"i" * 1000], {f"msg_a_{place}": b"r" for place in range(100)}, 1100)
     alone = Kept(ME, "a", b'{"status":"queued"}', (), 0, "b", is_background=True, is_running=True)
     running = replace(alone, past=past)
-    assert running.num_bytes > alone.num_bytes + 2000
+    assert running.num_bytes > alone.num_bytes + 1000 + 100 * 90, "a short item takes 34 bytes, and its id 56"
     assert [running.ended("failed").past, running.as_of({"status": "completed"}, []).past] == [None, None]
 
 

@@ -86,9 +86,10 @@ class ResponsesEndpoint:
             with contextlib.suppress(ApiError):  # it is not known yet
                 return fast_json.Raw((await self._store.get(owner, f"resp_{name}")).response)
             course.response_name = name
-        self._check_store(body, key := (owner, f"resp_{course.response_name}"))
-        past = self._store.past_of_running(key)  # else it is asked for the first time
-        if past is None:
+        key = owner, f"resp_{course.response_name}"
+        self._check_store(body, key)
+        past = self._store.past_of_running(key)
+        if past is None:  # the request is new, or an earlier version kept it
             past = await past_of(self._store, owner, body.previous_response_id, references(body))
         num_bytes = len(data) + past.num_bytes
         if num_bytes > self._config.max_body_bytes:

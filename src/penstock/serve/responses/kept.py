@@ -44,8 +44,10 @@ class Kept:
     """Memory of the response in `MemoryStore`, Python's overhead included."""
 
     def __post_init__(self) -> None:
-        past = () if self.past is None else (*self.past.items, *self.past.referenced.values())
-        parts = (*self.items, self.items, self.response, self.asked, *past)
+        parts: list[object] = [*self.items, self.items, self.response, self.asked]
+        if self.past is not None:
+            items, referenced = self.past.items, self.past.referenced
+            parts += [*items, items, *referenced, *referenced.values(), referenced]
         object.__setattr__(self, "num_bytes", sum(map(getsizeof, parts)) + _ENTRY_BYTES)
 
     @property
