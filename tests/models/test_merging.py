@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -220,6 +221,23 @@ def test_whole_matrices_of_an_adapter_replace_the_model_s(tmp_path: Path) -> Non
     ):
         with pytest.raises(ModelError, match=words):
             with_adapter(model, write_adapter(tmp_path / "c", factors, dtype="f32", extra=change))
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_a_matrix_that_was_changed_before_training_replaces_the_model_s(tmp_path: Path, name: str, *, is_tied: bool) -> None:
+    """PEFT loads it into the model, where a tied output is the same matrix."""
+    model = load(write_hf(tmp_path / "tiny", replace(TINY, is_tied=is_tied)))
+    site, module = ("embed", "model.embed_tokens") if name == "embed_tokens" else ("output", "lm_head")
+    table = np.random.default_rng(0).standard_normal((264, 64)).astype(np.float32)
+    pair = draw(name, 64, 264, 2) if site == "embed" else draw(name, 264, 64, 2)
+    extra = {f"base_model.model.{module}.base_layer.weight": table}
+    after = with_adapter(model, write_adapter(tmp_path / "a", {module: pair}, dtype="f32", lora_alpha=2, extra=extra))
+    change = pair[1] @ pair[0]
+    assert np.allclose(after.weights[site].dequantize(), table + (change.T if site == "embed" else change), atol=1e-6)
+    other = "output" if site == "embed" else "embed"
+    unchanged = table if is_tied else model.weights[other].dequantize()
+    assert np.array_equal(after.weights[other].dequantize(), unchanged)
 
 
 def test_an_adapter_of_gguf_is_merged_too(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from support.tiny_adapters import (
     write_adapter,
     write_gguf_adapter,
 )
-from support.tiny_models import TinyLlama, write_hf, write_safetensors
+from support.tiny_models import TinyLlama, write_gguf, write_hf, write_safetensors
 
 TINY = TinyLlama()
 FACTORS = factors_of_llama(TINY)
@@ -45,7 +45,7 @@ def load(path: Path) -> LoadedModel:
 
 
 def read(folder: Path, model: LoadedModel, *, max_rank: int = 64) -> AdapterFactors:
-    found = load_adapter(folder, model.spec, architectures.describe(model.spec), max_rank=max_rank)
+    found = load_adapter(folder, model.spec, architectures.describe(model.spec), max_rank=max_rank, tables=model.weights)
     assert found.fits(architectures.describe(model.spec), max_rank)
     return found
 
@@ -152,14 +152,44 @@ def test_types_and_names_of_older_releases(tmp_path: Path, tiny: LoadedModel, dt
         assert np.allclose(found.by_weight[site][1], pair[1], rtol=1e-3)
 
 
-def test_the_copy_of_an_embedding_that_is_changed_is_left_out(tmp_path: Path, tiny: LoadedModel) -> None:
-    factors = {"model.embed_tokens": (np.ones((2, 264), np.float32), np.ones((64, 2), np.float32))}
-    name = "base_model.model.model.embed_tokens.base_layer.weight"
-    folder = write_adapter(tmp_path, factors, extra={name: np.zeros((264, 64), np.float32)})
-    assert read(folder, tiny).by_weight.keys() == {"embed"}
-    write_adapter(tmp_path, factors, extra={name: np.zeros((266, 64), np.float32)})
+COPY = "base_model.model.model.embed_tokens.base_layer.weight"
+OF_EMBEDDING: Factors = {"model.embed_tokens": (np.ones((2, 264), np.float32), np.ones((64, 2), np.float32))}
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("matrix_type", ["F32", "Q8_0", "Q4_0"])
+def test_the_copy_of_an_embedding_that_is_changed_is_left_out(tmp_path: Path, matrix_type: str, dtype: str) -> None:
+    """Rounded to another format, too, where the rows of unused tokens may become 0."""
+
+    class WithUnusedToken(TinyLlama):
+        def weights(self) -> dict[str, FloatArray]:
+            found = super().weights()
+            found["model.embed_tokens.weight"][7] *= 1e-9
+            return found
+
+    tiny = WithUnusedToken()
+    model = load(write_gguf(tmp_path / "tiny.gguf", tiny, matrix_type=matrix_type))
+    extra = {COPY: tiny.weights()["model.embed_tokens.weight"]}
+    folder = write_adapter(tmp_path / "adapter", OF_EMBEDDING, dtype=dtype, extra=extra)
+    assert read(folder, model).by_weight.keys() == {"embed"}
+    found = load_adapter(
+        folder, model.spec, architectures.describe(model.spec), max_rank=64, tables=model.weights, is_merged=True
+    )
+    assert not found.whole
+
+
+@pytest.mark.parametrize("matrix_type", ["F32", "Q4_0"])
+def test_an_embedding_that_was_changed_before_the_training_is_not_the_model_s(tmp_path: Path, matrix_type: str) -> None:
+    """Such as that of new tokens whose rows were set to others' mean."""
+    model = load(write_gguf(tmp_path / "tiny.gguf", TINY, matrix_type=matrix_type))
+    rows = model.weights["embed"].dequantize()
+    rows[[3, 260]] = rows[:100].mean(axis=0)
+    folder = write_adapter(tmp_path / "adapter", OF_EMBEDDING, extra={COPY: rows})
+    with pytest.raises(ModelError, match=r"base_layer.weight differs from the model's matrix in 2 rows.*--merge-lora"):
+        read(folder, model)
+    write_adapter(folder, OF_EMBEDDING, extra={COPY: np.zeros((266, 64), np.float32)})
     with pytest.raises(ModelError, match=r"base_layer.weight is \[266, 64\] of BF16, and the model has \[264, 64\].*added"):
-        read(folder, tiny)
+        read(folder, model)
 
 
 def test_an_output_that_is_tied_is_changed_by_itself(tmp_path: Path, tiny: LoadedModel) -> None:

@@ -225,7 +225,10 @@ async def test_an_adapter_that_can_t_be_had_is_refused_with_the_cause(client, fo
     other = factors_of_llama(replace(TINY, hidden_size=32), ends=("q_proj",))
     write_adapter(folder / "adapters" / "wide", factors_of_llama(TINY, rank=17, ends=ENDS))
     write_adapter(folder / "adapters" / "of-another", other)
-    for name, cause in (("wide", "--max-lora-rank"), ("of-another", "the model's matrix needs")):
+    copy = {"base_model.model.model.embed_tokens.base_layer.weight": np.ones((264, 64), np.float32)}
+    write_adapter(folder / "adapters" / "of-other-tokens", factors_of_llama(TINY, ends=("q_proj",)), extra=copy)
+    causes = ("--max-lora-rank", "the model's matrix needs", "differs from the model's matrix in 264 rows")
+    for name, cause in zip(("wide", "of-another", "of-other-tokens"), causes, strict=True):
         for _ in range(2):  # waited for, and known by then
             response = await client.post("/v1/completions", json=ASK | {"model": name})
             assert response.status_code == 400, response.text

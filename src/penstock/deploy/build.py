@@ -127,13 +127,15 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
 def adapter_reader(max_rank: int, model: LoadedModel) -> AdapterReader:
     """Return a function that reads an adapter, and raises ModelError for one that the model can't have.
 
-    The function does not keep the model's weights alive.
+    The function keeps the model's embedding and output alive, but no other weights.
     """
+    from penstock.models.adapter import OUTPUT_SITE
     from penstock.models.architectures import describe
     from penstock.models.load import load_adapter
 
     spec, program = model.spec, describe(model.spec)
-    return lambda path, files: load_adapter(path, spec, program, max_rank=max_rank, files=files)
+    tables = {name: model.weights[name] for name in ("embed", OUTPUT_SITE) if name in model.weights}
+    return lambda path, files: load_adapter(path, spec, program, max_rank=max_rank, files=files, tables=tables)
 
 
 def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, resources: Resources) -> BlockStore | None:

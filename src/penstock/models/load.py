@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
@@ -14,7 +14,7 @@ from penstock.models.catalog import ModelSource, SourceKind, split_files
 from penstock.models.formats import Floats
 from penstock.models.generation import with_sampling_defaults
 from penstock.models.program import Program
-from penstock.models.weights import Generation, LoadedModel
+from penstock.models.weights import Generation, LoadedModel, WeightTensor
 from penstock.types.errors import ModelError
 from penstock.types.model_spec import ModelSpec, Pooling
 from penstock.types.vocab import GgufVocab
@@ -63,16 +63,20 @@ def load_adapter(
     *,
     max_rank: int,
     files: AdapterFiles | None = None,
+    tables: Mapping[str, WeightTensor] = {},
     is_merged: bool = False,
 ) -> AdapterFactors:
     """Return the factors of a LoRA adapter, a PEFT folder or a GGUF file. Raises ModelError.
 
-    `files` limits the reading. `is_merged`: the factors are for `merging`, which supports more kinds of adapters.
+    `files` limits the reading. `tables`: the model's embedding and output, which copies in the adapter are compared with.
+    `is_merged`: the factors are for `merging`, which supports more kinds of adapters.
     """
     from penstock.models.peft import read_gguf_adapter, read_peft
 
-    read = read_gguf_adapter if path.suffix == ".gguf" else read_peft
-    return read(path, spec, program, max_rank, files or AdapterFiles(), is_merged=is_merged)
+    files = files or AdapterFiles()
+    if path.suffix == ".gguf":
+        return read_gguf_adapter(path, spec, program, max_rank, files, is_merged=is_merged)
+    return read_peft(path, spec, program, max_rank, files, tables=tables, is_merged=is_merged)
 
 
 def fingerprint(path: Path, *, has_times: bool = True, has_others: bool = True) -> bytes:

@@ -32,7 +32,8 @@ def with_adapters(model: LoadedModel, adapters: Iterable[MergedAdapter]) -> Load
     program = architectures.describe(model.spec)
     found = []
     for adapter in adapters:
-        factors = load_adapter(Path(adapter.path), model.spec, program, max_rank=1024, is_merged=True)
+        path = Path(adapter.path)
+        factors = load_adapter(path, model.spec, program, max_rank=1024, tables=model.weights, is_merged=True)
         if adapter.weight != 1 and (factors.magnitudes or factors.whole):
             raise ModelError(
                 f"{adapter.path} sets rows' magnitudes (DoRA) or has whole matrices, which a weight of {adapter.weight:g} "

@@ -12,6 +12,7 @@ import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,6 +47,8 @@ _WHOLE = re.compile(r"(?:base_model\.model\.)?(.+?)(?:(\.base_layer)|\.modules_t
 _PATTERN = re.compile(r"\^?(?:[\w-]|\\\.|(?:\.|\\d|\[[\w-]+\])[*+]?)+")
 """Accepted patterns for names of modules: matching them is fast."""
 
+_UNTRAINED = 1e-4
+"""Rounding may take values of this size to 0. Rows of unused tokens have smaller ones."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` for which PEFT changes the model's matrices before training."""
 _REFUSED: Mapping[str, str] = {
@@ -120,12 +123,20 @@ def _outside_of_ranks(what: str, rank: int, max_rank: int) -> ModelError:
 
 
 def read_peft(
-    folder: Path, spec: ModelSpec, program: Program, max_rank: int, files: AdapterFiles, *, is_merged: bool
+    folder: Path,
+    spec: ModelSpec,
+    program: Program,
+    max_rank: int,
+    files: AdapterFiles,
+    *,
+    tables: Mapping[str, WeightTensor],
+    is_merged: bool,
 ) -> AdapterFactors:
     """Return the factors of a PEFT adapter's folder. Raises ModelError for damaged files and unsupported settings.
 
     Ranks above `max_rank` are refused, and `files` can refuse the memory that is needed. Without `is_merged`, adapters that
-    only merging can compute are refused, too: DoRA, changes of experts, and complete embedding or output matrices.
+    only merging can compute are refused, too: DoRA, changes of experts, and complete embedding or output matrices. `tables` has
+    the model's own, and a copy of one of these is ignored.
     """
     files.check(folder)
     config = _read_config(folder, files, is_merged=is_merged)
@@ -146,7 +157,7 @@ def read_peft(
             architecture = architectures.find("mixtral" if is_mixtral else spec.architecture)
             read = _pairs(entries, path)
             lengths = _magnitudes(entries, read, path) if is_merged and config.get("use_dora", bool) else {}
-            wholes = _wholes(entries, spec, program, path, may_have=is_merged, used=lengths.values())
+            wholes, copies = _wholes(entries, spec, program, path, may_have=is_merged, used=lengths.values())
             pairs = _by_name(read, entries, architecture, program, path, is_merged=is_merged)
             placed = _place(
                 {name: pair.shapes for name, pair in pairs.items()},
@@ -165,6 +176,15 @@ def read_peft(
                 raise _refused(folder, f"{cause}, which is not computed")
             files.take(sum(math.prod(entries[half].shape) for halves in read.values() for half in halves))
             scales = {name: settings.scale(pair.parameter, pair.rank) for name, pair in pairs.items()}
+            for site, name in copies.items():
+                num_changed = _num_changed_rows(file, entries[name], tables.get(site, tables["embed"]), path)
+                if not num_changed:
+                    _log.info("%s: %s is a copy of the model's tensor and is ignored", path, name)
+                elif not is_merged:
+                    raise _refused(path, f"{name} differs from the model's matrix in {num_changed} rows", _MERGE_HERE)
+                else:  # PEFT changes the model's matrix in place
+                    changed = ("embed", OUTPUT_SITE) if spec.tie_word_embeddings else (site,)
+                    wholes = {**dict.fromkeys(changed, name), **wholes}
             factors: dict[str, tuple[F32, F32]] = {}
             for name, pair in pairs.items():
                 a, b = (_values(read_tensor(file, entries[half], path)) for half in read[pair.module])
@@ -499,14 +519,16 @@ def _wholes(
     *,
     may_have: bool,
     used: Container[str] = (),
-) -> dict[str, str]:
+) -> tuple[dict[str, str], dict[str, str]]:
     """Return the names of complete embedding and output matrices, by site. Without `may_have` they are refused.
 
-    `used` tensors are skipped, and copies of the model's own embedding, which PEFT saves beside an adapter of it.
+    The second result has the names of the matrices that factors change, which PEFT saves beside these: copies of the model's
+    own, or changed before the training. `used` tensors are skipped.
     """
     table = program.vocab_size, spec.hidden_size
     architecture = architectures.find(spec.architecture)
     found: dict[str, str] = {}
+    copies: dict[str, str] = {}
     for name, entry in entries.items():
         if _FACTOR.fullmatch(name) or name in used:
             continue
@@ -521,13 +543,25 @@ def _wholes(
         if entry.shape != table or entry.dtype not in _FLOATS:
             cause = f"{name} is {list(entry.shape)} of {entry.dtype}, and the model has {list(table)}"
             raise _refused(path, cause, f"{_RETRAIN} Tokens that were added to the vocabulary need the model that has them.")
-        if module[2]:
-            _log.info("%s: %s is a copy of the model's tensor and is ignored", path, name)
-        elif site in found:
-            raise _refused(path, f"{found[site]} and {name} are the same matrix", _TWICE)
-        else:
-            found[site] = name
-    return found
+        of_kind = copies if module[2] else found
+        if of_kind.setdefault(site, name) != name:
+            raise _refused(path, f"{of_kind[site]} and {name} are the same matrix", _TWICE)
+    return found, copies
+
+
+def _num_changed_rows(file: BinaryIO, entry: TensorEntry, table: WeightTensor, path: Path) -> int:
+    """Return how many rows of a stored matrix are not the rounded rows of the model's, reading a few at a time."""
+    tolerance = 2**-7 if table.format.name in _FLOATS else 0.5  # of a row's length: bf16 twice, or a few bits
+    num_changed, row_bytes = 0, (entry.end - entry.begin) // table.num_rows
+    for rows in row_slices(table.num_rows, table.num_cols):
+        begin, end = (entry.begin + row * row_bytes for row in (rows.start, rows.stop))
+        part = TensorEntry(entry.dtype, (rows.stop - rows.start, table.num_cols), begin, end)
+        ours, theirs = table.dequantize(rows.start, rows.stop), _values(read_tensor(file, part, path))
+        with np.errstate(over="ignore", invalid="ignore"):
+            distances, lengths = np.linalg.norm(theirs - ours, axis=1), np.linalg.norm(ours, axis=1)
+        is_same = distances <= tolerance * lengths + _UNTRAINED * math.sqrt(table.num_cols)
+        num_changed += len(is_same) - int(is_same.sum())
+    return num_changed
 
 
 def _matrix(site: str, tensor: StoredTensor) -> WeightTensor:
