@@ -135,6 +135,24 @@ def test_experts_and_routers_are_changed(tmp_path: Path, name: str, is_old: bool
     assert_equal_weights(with_adapter(base, folder), wanted, base)
 
 
+def test_patterns_of_a_parameter_are_for_its_name(tmp_path: Path) -> None:
+    """PEFT names a matrix `q_proj.weight` in `target_parameters`, and `q_proj` in `target_modules`."""
+    base = load(write_hf(tmp_path / "tiny", TINY, dtype="f32"))
+    factors = factors_of_llama(TINY, rank=2, ends=("q_proj", "v_proj")) | factors_of_llama(TINY, rank=4, ends=("o_proj",))
+    settings = {
+        "target_modules": ["v_proj"],
+        "target_parameters": ["q_proj.weight", "o_proj.weight"],
+        "rank_pattern": {"o_proj.weight": 4},
+        "alpha_pattern": {"q_proj.weight": 6, "o_proj": 30, "v_proj": 8},
+    }
+    folder = write_adapter(tmp_path / "adapter", factors, dtype="f32", r=2, lora_alpha=4, **settings)
+    after = with_adapter(base, folder)
+    for name, scale in (("q", 3), ("o", 1), ("v", 4)):
+        a, b = factors[f"model.layers.0.self_attn.{name}_proj"]
+        wanted = base.weights[f"layers.0.{name}"].dequantize() + scale * (b @ a)
+        assert np.allclose(after.weights[f"layers.0.{name}"].dequantize(), wanted, atol=1e-6), name
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe_per_expert", "mixtral_per_expert", "qwen3_moe_gguf"])
 def test_single_experts_may_have_modules_of_their_own(tmp_path: Path, name: str) -> None:
     """As before release 5 of transformers."""

@@ -578,10 +578,13 @@ class _Settings:
         self._rank, self._ranks = config.require("r", int), _patterns(config, "rank_pattern")
         self._alpha, self._alphas = config.require("lora_alpha", float), _patterns(config, "alpha_pattern")
         self._has_root = config.get("use_rslora", bool) is True
+        self._parameters = tuple(f".{name}" for name in config.get("target_parameters", list) or ())
         self._config = config
 
     def scale(self, module: str, rank: int) -> float:
         """Return the scale of a module's factors, of rank `rank`. Raises ModelError if the settings have another rank."""
+        if f".{module}.weight".endswith(self._parameters):  # patterns are for the parameter's name
+            module = f"{module}.weight"
         expected = _of_module(self._ranks, module, self._rank)
         if expected != rank:
             cause = f"the factors of {module} have rank {rank}, and the settings say {expected:g}"
