@@ -135,6 +135,26 @@ def test_experts_and_routers_are_changed(tmp_path: Path, name: str, is_old: bool
     assert_equal_weights(with_adapter(base, folder), wanted, base)
 
 
+@pytest.mark.parametrize("name", ["deepseek_v2", "minicpm3", "deepseek_v2_lite_old_gguf"])
+def test_matrices_of_heads_are_changed(tmp_path: Path, name: str) -> None:
+    """A tensor of latent attention has the keys' and the values' matrices of all heads."""
+    case = in_float32(CASES[name])
+    ends = tuple(f"{part}.self_attn.kv_b_proj.weight" for part in "01")
+    factors = {key.removesuffix(".weight"): draw(key, *shape, 3) for key, shape in case.shapes.items() if key.endswith(ends)}
+    base = load(write_case(case, tmp_path / "base"))
+    wanted = load(write_case(case_with(case, merged(case, factors, SCALE)), tmp_path / "merged"))
+    assert_equal_weights(with_adapter(base, write_adapter(tmp_path / "adapter", factors, dtype="f32")), wanted, base)
+
+
+def test_matrices_of_heads_whose_keys_lie_otherwise_are_refused(tmp_path: Path) -> None:
+    """Newer GGUF files have the keys' matrices transposed."""
+    case = CASES["deepseek_v3_gguf"]
+    name = next(key for key in case.shapes if key.endswith("kv_b_proj.weight"))
+    factors = {name.removesuffix(".weight"): draw(name, *case.shapes[name], 3)}
+    with pytest.raises(ModelError, match=r"kv_b_proj.weight, which is not a matrix that an adapter can change"):
+        with_adapter(load(write_case(case, tmp_path / "base")), write_adapter(tmp_path / "adapter", factors))
+
+
 def test_patterns_of_a_parameter_are_for_its_name(tmp_path: Path) -> None:
     """PEFT names a matrix `q_proj.weight` in `target_parameters`, and `q_proj` in `target_modules`."""
     base = load(write_hf(tmp_path / "tiny", TINY, dtype="f32"))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.models.program import Embed, Experts, Linear, Logits, Program
+from penstock.models.program import Embed, Experts, HeadLinear, Linear, Logits, Program
 from penstock.models.weights import WeightTensor
 from penstock.types.adapter import PackedAdapter
 
@@ -71,12 +71,15 @@ def sites(program: Program) -> Mapping[str, tuple[int, int]]:
 
 
 def merge_sites(program: Program) -> Mapping[str, tuple[int, int]]:
-    """Return `sites` and the further matrices that merging can change: routers and shared experts."""
+    """Return `sites` and the further matrices that merging can change: routers, shared experts and latents' `kv_b_proj`."""
     widths, found = dict(program.buffers), dict(sites(program))
     for op in program.ops:
         if isinstance(op, Experts):
             found[op.router] = op.num_experts, widths[op.x]
             found |= {site: (out, wide) for site, (num, out, wide) in _matrices(op, widths) if num == 1}
+        elif isinstance(op, HeadLinear) and (op.is_transposed or op.weight.endswith("value_heads")):  # rows as in `kv_b_proj`
+            rows, columns = (op.x, op.out) if op.is_transposed else (op.out, op.x)
+            found[op.weight] = widths[rows], widths[columns] // op.num_heads
     return found
 
 

@@ -343,7 +343,9 @@ def _place(
     for site, piece in [(site, piece) for site, found in pieces.items() for piece in found]:
         num_experts, *wanted = experts.get(site, (0, *known_sites.get(site, ())))
         if not wanted:
-            raise _unknown(site, piece.tensor, weights, spec, path, known)
+            raise _unknown(site, piece.tensor, weights, spec, program, path, known)
+        if not num_experts and (len(pieces[site]) > 1 or piece.expert):
+            raise _refused(path, f"it changes {piece.tensor}, one of several matrices that are one here, which is not computed")
         (a, b), (outputs, inputs) = shapes[piece.tensor], wanted
         runs = piece.cut(site, sizes)[2]
         of_experts = range(num_experts) if len(a) == 3 else [piece.expert] if num_experts else [None]
@@ -427,10 +429,18 @@ def _stored_shape(piece: Piece, pair: tuple[tuple[int, ...], tuple[int, ...]]) -
 
 
 def _unknown(
-    site: str, name: str, weights: Mapping[str, object], spec: ModelSpec, path: Path, known: Iterable[str]
+    site: str,
+    name: str,
+    weights: Mapping[str, object],
+    spec: ModelSpec,
+    program: Program,
+    path: Path,
+    known: Iterable[str],
 ) -> ModelError:
     if "expert" in name or ".expert" in site or site.endswith(".router"):
         return _refused(path, f"it changes {name}, and adapters of experts are not computed beside their model", _MERGE_HERE)
+    if site in merge_sites(program):
+        return _refused(path, f"it changes {name}, which is not computed beside the model", _MERGE_HERE)
     if site in weights:
         return _refused(path, f"it changes {name}, which is not a matrix that an adapter can change")
     cause = f"it changes {name}, which the model does not have: a {spec.architecture} of {spec.num_layers} layers"
