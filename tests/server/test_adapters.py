@@ -221,6 +221,23 @@ async def test_who_may_ask_every_model_is_told_that_the_folder_was_asked(running
             assert ("and no adapter of that name is in --lora-dir" in answer.text) is is_told, (key, name)
 
 
+async def test_a_key_may_use_an_adapter_only_by_its_name(running, tmp_path):
+    """Not by its model's: other adapters of the model may be other tenants'."""
+    names, keys = {"tiny", *NAMES}, tmp_path / "keys.toml"
+    allowed = {"all": names, "model": {"tiny"}, "adapter": {NAMES[0]}}
+    lines = [f'[[keys]]\nname = "{key}"\nkey = "{key}"\n' for key in allowed]
+    keys.write_text(f"{lines[0]}{lines[1]}models = ['tiny']\n{lines[2]}models = ['{NAMES[0]}']\n")
+    async with make_client(running, api_keys_file=str(keys)) as client:
+        for key, wanted in allowed.items():
+            headers = {"Authorization": f"Bearer {key}"}
+            for name in names:
+                answer = await client.post("/v1/completions", json=ASK | {"model": name}, headers=headers)
+                card = await client.get(f"/v1/models/{name}", headers=headers)
+                assert (answer.status_code, card.status_code) == ((200, 200) if name in wanted else (404, 404)), (key, name)
+            listed = (await client.get("/v1/models", headers=headers)).json()["data"]
+            assert {one["id"] for one in listed} & names == wanted
+
+
 async def test_an_adapter_that_can_t_be_had_is_refused_with_the_cause(client, folder):
     other = factors_of_llama(replace(TINY, hidden_size=32), ends=("q_proj",))
     write_adapter(folder / "adapters" / "wide", factors_of_llama(TINY, rank=17, ends=ENDS))

@@ -105,7 +105,7 @@ def allows(scope: Scope, *names: str) -> bool:
 
 
 def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Deployment) -> bool:
-    """Return whether the request's key allows this model, or its adapter, under `name`."""
+    """Return whether the request's key allows this model under `name`. An adapter must be listed itself: see `allows`."""
     allowed = _allowed_names(scope)
     return allowed is None or name in allowed or any(deployment.find(one) is served for one in allowed)
 
@@ -168,7 +168,7 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
     try:
         if not has_no_model and not is_hidden:
             served, adapter = _find_unchecked(name, deployment, scope)
-            if may_ask(scope, served, name, deployment):
+            if may_ask(scope, served, name, deployment) if adapter is None else allows(scope, name or ""):
                 return served, adapter
     except ApiError as error:
         if error.code != MODEL_NOT_FOUND:

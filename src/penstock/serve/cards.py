@@ -19,7 +19,7 @@ from penstock import fast_json
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import give_way, in_daemon
 from penstock.deploy.running import ModelFacts, ServedModel
-from penstock.serve.asking import find_allowed, may_ask, visible_routes
+from penstock.serve.asking import allows, find_allowed, may_ask, visible_routes
 from penstock.serve.shapes import Count
 from penstock.serve.waiting import FolderWatch
 
@@ -131,7 +131,7 @@ class ModelsEndpoint:
             if served.adapters is None:
                 continue
             for index, (name, path) in enumerate(served.adapters.registered().items()):
-                if may_ask(scope, served, name, self._deployment):
+                if allows(scope, name):
                     found.append(Listed(name, served, path, is_adapter=True))
                 if index % LISTED_AT_ONCE == 0:
                     give_way()
