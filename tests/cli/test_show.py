@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
 from support.parity.tiny import write_case
 from support.parity.tiny_cases import CASES
 from support.tiny_adapters import factors_of_llama, write_adapter
@@ -94,6 +96,12 @@ def test_an_adapter_is_shown_with_its_rank_its_model_and_what_would_be_refused(p
         assert re.search(row, result.stdout), (row, result.stdout)
     dora = json.loads(penstock_here("show", write_adapter(tmp_path / "dora", factors, use_dora=True), "--json").stdout)
     assert "DoRA" in dora["refused"][0]["cause"]
+    norm = {"base_model.model.model.norm.weight": np.ones(64, np.float32)}
+    whole = penstock_here("show", write_adapter(tmp_path / "whole", factors, extra=norm, modules_to_save=["norm"]))
+    assert re.search(r"refused .*model.norm.weight is a whole tensor", whole.stdout)
+    copy = {"base_model.model.model.embed_tokens.base_layer.weight": np.ones((264, 64), np.float32)}
+    embedding = penstock_here("show", write_adapter(tmp_path / "embedding", factors, extra=copy))
+    assert re.search("refused +nothing in its settings and names", embedding.stdout)
     wide = penstock_here("show", write_adapter(tmp_path / "wide", factors_of_llama(TinyLlama(), rank=65, ends=("q_proj",))))
     assert "rank 65, outside of 1 to 64. Raise --max-lora-rank" in wide.stdout
 

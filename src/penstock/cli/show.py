@@ -112,7 +112,7 @@ def _show_adapter(source: ModelSource, *, is_json: bool) -> None:
             ("base model", facts.base or unsaid),
             ("rank", f"{rank}, lora_alpha {alpha}"),
             ("targets", ", ".join(facts.targets) or unsaid),
-            ("refused", "nothing in its settings" if refusal is None else str(refusal)),
+            ("refused", "nothing in its settings and names of tensors" if refusal is None else str(refusal)),
         ]
     )
 

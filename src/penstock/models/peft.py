@@ -89,7 +89,7 @@ class AdapterFacts:
     base: str  # the model that it was trained on, by the settings
     targets: tuple[str, ...]
     refusal: ModelError | None
-    """Why a server refuses the adapter beside its model, or None. Its weights are checked only together with a model."""
+    """Why a server refuses the adapter beside its model, or None. Shapes and values are checked only together with a model."""
 
 
 def read_adapter_facts(folder: Path, *, max_rank: int) -> AdapterFacts:
@@ -98,13 +98,22 @@ def read_adapter_facts(folder: Path, *, max_rank: int) -> AdapterFacts:
     targets = config.values.get("target_modules")
     rank = config.get("r", int)
     refusal: ModelError | None = None
+    path = folder / WEIGHTS_FILE
     try:
         _read_config(folder, AdapterFiles())
         _Settings(config)
-        if not (folder / WEIGHTS_FILE).is_file():
+        if not path.is_file():
             raise _refused(folder, f"there is no {WEIGHTS_FILE}", _SAVE)
         if rank is not None and not 1 <= rank <= max_rank:
             raise _outside_of_ranks(f"{folder}: the adapter has", rank, max_rank)
+        with AdapterFiles().open(path) as file:
+            entries = read_entries(file, path, max_header_bytes=_MAX_HEADER_BYTES_BESIDE, remedy=_MERGE_HERE)
+        _pairs(entries, path)
+        for name in entries:
+            if not _FACTOR.fullmatch(name) and not name.endswith(".base_layer.weight"):  # that may be the model's embedding
+                raise _not_factor(name, path)
+    except OSError as error:
+        refusal = _refused(path, f"can't be read: {error}", "Check the file and its permissions.")
     except ModelError as error:
         refusal = error
     return AdapterFacts(
@@ -542,14 +551,11 @@ def _wholes(
     for name, entry in entries.items():
         if _FACTOR.fullmatch(name) or name in used:
             continue
-        if "lora_" in name:
-            raise _refused(path, f"{name} belongs to a kind of LoRA that is not computed")
         module = _WHOLE.fullmatch(name)
         site = architecture.hf_top.get(hf.name_in_tables(architecture, f"{module[1]}.weight"), "") if module else ""
         is_table = site in ("embed", OUTPUT_SITE)
         if module is None or not is_table or (not module[2] and not may_have):
-            cause = f"{name} is a whole tensor, not a low-rank change of one, which is not computed"
-            raise _refused(path, cause, f"{_MERGE} --merge-lora does so at the start." if is_table else _MERGE)
+            raise _not_factor(name, path, f"{_MERGE} --merge-lora does so at the start." if is_table else _MERGE)
         if entry.shape != table or entry.dtype not in _FLOATS:
             cause = f"{name} is {list(entry.shape)} of {entry.dtype}, and the model has {list(table)}"
             raise _refused(path, cause, f"{_RETRAIN} Tokens that were added to the vocabulary need the model that has them.")
@@ -557,6 +563,12 @@ def _wholes(
         if of_kind.setdefault(site, name) != name:
             raise _refused(path, f"{of_kind[site]} and {name} are the same matrix", _TWICE)
     return found, copies
+
+
+def _not_factor(name: str, path: Path, remedy: str = _MERGE) -> ModelError:
+    if "lora_" in name:
+        return _refused(path, f"{name} belongs to a kind of LoRA that is not computed")
+    return _refused(path, f"{name} is a whole tensor, not a low-rank change of one, which is not computed", remedy)
 
 
 def _num_changed_rows(file: BinaryIO, entry: TensorEntry, table: WeightTensor, path: Path) -> int:
