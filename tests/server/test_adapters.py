@@ -91,7 +91,7 @@ def expected(folder) -> dict[str, list[int]]:
     tokens = {}
     for number, name in enumerate(("", *NAMES)):
         if name:
-            factors = load_adapter(folder / "adapters" / name, model.spec, program, max_rank=16)
+            factors = load_adapter(folder / "adapters" / name, model.spec, program, tables=model.weights, max_rank=16)
             packed = executor.adapter_packer(factors)
             last = executor.capacity.num_blocks
             executor.place_adapter(number, packed, range(last - packed.num_pages, last))
@@ -221,8 +221,9 @@ async def test_who_may_ask_every_model_is_told_that_the_folder_was_asked(running
             assert ("and no adapter of that name is in --lora-dir" in answer.text) is is_told, (key, name)
 
 
-async def test_a_key_may_use_an_adapter_only_by_its_name(running, tmp_path):
-    """Not by its model's: other adapters of the model may be other tenants'."""
+async def test_a_key_may_use_an_adapter_only_by_its_name(running, folder, tmp_path):
+    """Not by its model's: other adapters of the model may be other tenants'. These are not even looked up."""
+    write_adapter(folder / "adapters" / "unseen", factors_of_llama(TINY, ends=("q_proj",)))
     names, keys = {"tiny", *NAMES}, tmp_path / "keys.toml"
     allowed = {"all": names, "model": {"tiny"}, "adapter": {NAMES[0]}}
     lines = [f'[[keys]]\nname = "{key}"\nkey = "{key}"\n' for key in allowed]
@@ -230,12 +231,13 @@ async def test_a_key_may_use_an_adapter_only_by_its_name(running, tmp_path):
     async with make_client(running, api_keys_file=str(keys)) as client:
         for key, wanted in allowed.items():
             headers = {"Authorization": f"Bearer {key}"}
-            for name in names:
+            for name in names if key == "all" else {*names, "unseen"}:
                 answer = await client.post("/v1/completions", json=ASK | {"model": name}, headers=headers)
                 card = await client.get(f"/v1/models/{name}", headers=headers)
                 assert (answer.status_code, card.status_code) == ((200, 200) if name in wanted else (404, 404)), (key, name)
             listed = (await client.get("/v1/models", headers=headers)).json()["data"]
             assert {one["id"] for one in listed} & names == wanted
+    assert "unseen" not in running.adapters.registered()
 
 
 async def test_an_adapter_that_can_t_be_had_is_refused_with_the_cause(client, folder):

@@ -105,7 +105,7 @@ def allows(scope: Scope, *names: str) -> bool:
 
 
 def may_ask(scope: Scope, served: ServedModel, name: str | None, deployment: Deployment) -> bool:
-    """Return whether the request's key allows this model under `name`. An adapter must be listed itself: see `allows`."""
+    """Return whether the request's key allows this model under `name`. Pipelines and adapters must be listed: see `allows`."""
     allowed = _allowed_names(scope)
     return allowed is None or name in allowed or any(deployment.find(one) is served for one in allowed)
 
@@ -164,11 +164,12 @@ def find_allowed(name: str | None, deployment: Deployment, scope: Scope) -> tupl
         return _find_unchecked(name, deployment, scope)
     route = deployment.routes.get(name or "")
     has_no_model = route is not None and not models_of(route, deployment, scope)
-    is_hidden = name in deployment.pipelines and not allows(scope, name)  # access to its model does not include its documents
+    # Access to a model does not include the documents of its pipelines, nor its adapters. Unlisted adapters are not looked up.
+    is_hidden = not allows(scope, name or "") and route is None and deployment.find(name) is None
     try:
         if not has_no_model and not is_hidden:
             served, adapter = _find_unchecked(name, deployment, scope)
-            if may_ask(scope, served, name, deployment) if adapter is None else allows(scope, name or ""):
+            if may_ask(scope, served, name, deployment):
                 return served, adapter
     except ApiError as error:
         if error.code != MODEL_NOT_FOUND:
