@@ -272,7 +272,7 @@ class Parts:
     """Rows are grouped by key-value head: the rows of all weights for the first head, then those for the next."""
     is_by_expert: bool = False
     """The tensor stacks the experts' matrices, so rows are grouped by expert. `is_transposed` applies to each matrix."""
-    place: int = 0
+    place: int | None = None
     """Position of this tensor, from 0, if several tensors are stacked to make one weight."""
     runs: Callable[[ModelSpec], Sequence[Sequence[Run]]] | None = None
     """Returns the runs of rows of each weight, in order. For layouts that the other fields can't express."""

@@ -110,7 +110,7 @@ def _pieces_of(
     if isinstance(end, str):
         return [(f"{at}.{end}", Piece(name, (end,)))]
     ours = tuple(f"{at}.{part}" for part in end.names)
-    return [(our_name, Piece(name, ours, part, expert + end.place, end)) for part, our_name in enumerate(ours)]
+    return [(our_name, Piece(name, ours, part, expert + (end.place or 0), end)) for part, our_name in enumerate(ours)]
 
 
 def without_layers(pieces: Mapping[str, list[Piece]], prefix: str, numbers: range) -> dict[str, list[Piece]]:

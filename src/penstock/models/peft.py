@@ -353,8 +353,9 @@ def _place(
         num_experts, *wanted = experts.get(site, (0, *known_sites.get(site, ())))
         if not wanted:
             raise _unknown(site, piece.tensor, weights, spec, program, path, known)
-        if not num_experts and (len(pieces[site]) > 1 or piece.expert):
-            raise _refused(path, f"it changes {piece.tensor}, one of several matrices that are one here, which is not computed")
+        if piece.layout is not None and piece.layout.place is not None:
+            cause = f"it changes {piece.tensor}, which is only a part of a matrix here"
+            raise _refused(path, f"{cause}, and changes of parts are not computed")
         (a, b), (outputs, inputs) = shapes[piece.tensor], wanted
         runs = piece.cut(site, sizes)[2]
         of_experts = range(num_experts) if len(a) == 3 else [piece.expert] if num_experts else [None]
