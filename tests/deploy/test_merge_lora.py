@@ -62,7 +62,7 @@ def test_answers_are_the_adapter_s_and_fingerprints_its_own(folder: Path) -> Non
         config_of(folder, lora_dir=str(folder), max_lora_rank=16), resolve(str(folder / "tiny.gguf"), folder)
     )
     with closing(executor):
-        factors = load_adapter(folder / "one", model.spec, describe(model.spec), max_rank=16)
+        factors = load_adapter(folder / "one", model.spec, describe(model.spec), tables=model.weights, max_rank=16)
         packed = executor.adapter_packer(factors)  # type: ignore[attr-defined]
         last = executor.capacity.num_blocks
         executor.place_adapter(1, packed, range(last - packed.num_pages, last))

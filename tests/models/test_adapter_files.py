@@ -100,10 +100,12 @@ def test_reading_takes_no_more_memory_than_is_asked_for(tmp_path: Path, model: L
         path = write_adapter(tmp_path / "a", factors, dtype=dtype)
     taken: list[int] = []
     program = architectures.describe(model.spec)
-    load_adapter(path, model.spec, program, max_rank=32)  # imports, and what NumPy keeps
+    load_adapter(path, model.spec, program, tables=model.weights, max_rank=32)  # imports, and what NumPy keeps
     tracemalloc.start()
     try:
-        found = load_adapter(path, model.spec, program, max_rank=32, files=AdapterFiles(take=taken.append))
+        found = load_adapter(
+            path, model.spec, program, tables=model.weights, max_rank=32, files=AdapterFiles(take=taken.append)
+        )
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

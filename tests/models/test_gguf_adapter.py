@@ -32,7 +32,7 @@ def load(path: Path) -> LoadedModel:
 
 def read(path: Path, model: LoadedModel, *, max_rank: int = 64) -> AdapterFactors:
     program = architectures.describe(model.spec)
-    found = load_adapter(path, model.spec, program, max_rank=max_rank)
+    found = load_adapter(path, model.spec, program, tables=model.weights, max_rank=max_rank)
     assert found.fits(program, max_rank)
     return found
 
@@ -81,7 +81,7 @@ def test_fused_experts_have_a_gate_and_an_up_projection_each(tmp_path: Path) -> 
     path = write_gguf_adapter(
         tmp_path / "adapter.gguf", {name: (a, b)}, {name: name}, architecture="qwen35moe", alpha=2.0, dtype="F32"
     )
-    found = load_adapter(path, model.spec, program, max_rank=2, is_merged=True).by_weight
+    found = load_adapter(path, model.spec, program, tables=model.weights, max_rank=2, is_merged=True).by_weight
     assert len(found) == 2 * num
     for expert in range(num):
         for part, wanted in (("gate", b[expert, :rows]), ("up", b[expert, rows:])):

@@ -211,7 +211,7 @@ def test_an_adapter_of_gguf_has_a_pair_for_all_experts(tmp_path: Path) -> None:
         before, found = (model.weights[f"layers.1.{name}"].dequantize() for model in (base, after))
         assert np.allclose(found, before + SCALE * change, atol=1e-6)
     with pytest.raises(ModelError, match=r"not computed beside their model\. Serve the model with --merge-lora"):
-        load_adapter(adapter, base.spec, architectures.describe(base.spec), max_rank=64)
+        load_adapter(adapter, base.spec, architectures.describe(base.spec), tables=base.weights, max_rank=64)
 
 
 def test_experts_in_four_bits_become_eight_bits(tmp_path: Path) -> None:
@@ -348,7 +348,9 @@ def test_a_pair_for_each_expert_is_refused_for_other_matrices(tmp_path: Path, nu
         odd.append(write_gguf_adapter(tmp_path / "up.gguf", {"up": single}, names, architecture="qwen3moe", dtype="F32"))
     for path in odd:
         with pytest.raises(ModelError, match=r"not \[rank, inputs\]|not computed beside|needs \[rank"):
-            load_adapter(path, base.spec, architectures.describe(base.spec), max_rank=64, is_merged=is_merged)
+            load_adapter(
+                path, base.spec, architectures.describe(base.spec), tables=base.weights, max_rank=64, is_merged=is_merged
+            )
 
 
 def test_rows_without_a_length_can_t_get_one(tmp_path: Path) -> None:

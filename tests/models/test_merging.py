@@ -35,7 +35,7 @@ def load(path: Path) -> LoadedModel:
 
 
 def factors_for(model: LoadedModel, folder: Path) -> AdapterFactors:
-    return load_adapter(folder, model.spec, architectures.describe(model.spec), max_rank=64)
+    return load_adapter(folder, model.spec, architectures.describe(model.spec), tables=model.weights, max_rank=64)
 
 
 def with_adapter(model: LoadedModel, path: Path) -> LoadedModel:

@@ -51,7 +51,7 @@ def reads_or_is_refused(path: Path, model: LoadedModel) -> None:
     program = architectures.describe(model.spec)
 
     def read() -> None:
-        factors = load_adapter(path, model.spec, program, max_rank=4)
+        factors = load_adapter(path, model.spec, program, tables=model.weights, max_rank=4)
         assert factors.fits(program, 4)
         assert all(np.isfinite(half).all() for pair in factors.by_weight.values() for half in pair)
 

@@ -62,7 +62,7 @@ def adapted(model: LoadedModel, backend: str, folders: Sequence[Path], num_token
         **({"num_threads": 2} if backend == "native" else {}),
     )
     for number, folder in enumerate(folders, 1):
-        packed = executor.adapter_packer(load_adapter(folder, model.spec, program, max_rank=MAX_RANK))
+        packed = executor.adapter_packer(load_adapter(folder, model.spec, program, tables=model.weights, max_rank=MAX_RANK))
         executor.place_adapter(number, packed, range(num_blocks, num_blocks + packed.num_pages))
         num_blocks += packed.num_pages
     return [Adapted(executor, number) for number in range(1, len(folders) + 1)]

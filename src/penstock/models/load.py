@@ -61,15 +61,15 @@ def load_adapter(
     spec: ModelSpec,
     program: Program,
     *,
+    tables: Mapping[str, WeightTensor],
     max_rank: int,
     files: AdapterFiles | None = None,
-    tables: Mapping[str, WeightTensor] = {},
     is_merged: bool = False,
 ) -> AdapterFactors:
     """Return the factors of a LoRA adapter, a PEFT folder or a GGUF file. Raises ModelError.
 
-    `files` limits the reading. `tables`: the model's embedding and output, which copies in the adapter are compared with.
-    `is_merged`: the factors are for `merging`, which supports more kinds of adapters.
+    `tables` has the model's embedding, and its output unless tied: copies in the adapter are compared with them. `files` limits
+    the reading. `is_merged`: the factors are for `merging`, which supports more kinds of adapters.
     """
     from penstock.models.peft import read_gguf_adapter, read_peft
 
