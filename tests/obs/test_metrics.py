@@ -493,29 +493,11 @@ def everything() -> tuple[Metrics, dict[str, object]]:
     }
 
 
-@pytest.mark.parametrize("first_token_ns", [None, 5_000 * MS])
-def test_the_choices_of_a_prompt_miss_a_target_once(first_token_ns):
-    """The alert wakes nobody for one call."""
-    metrics = Metrics("m")
-    metrics.slo_ttft_ns = 2_000 * MS
-    for nth in range(12):
-        request = make_request(shares_prompt=nth > 0, arrival_ns=0)
-        request.first_token_ns = first_token_ns
-        if first_token_ns is not None:
-            metrics.on_tokens([request], [])
-        metrics.on_finish(make_end(first_token_ns=first_token_ns, shares_prompt=nth > 0, finish_reason=FinishReason.ERROR))
-    metrics.settle()
-    assert metrics.slo == {("ttft", False): 1}
-
-
 def test_a_target_of_a_client_makes_no_miss_of_the_servers_and_hides_none():
     metrics = Metrics("m")
     metrics.slo_ttft_ns = 2_000 * MS
     for slo_ms, ttft_ms in ((1, 100), (9_000, 5_000), (None, 5_000)):
-        request = make_request(slo_ttft_ns=None if slo_ms is None else slo_ms * MS)
-        request.arrival_ns, request.first_token_ns = 0, ttft_ms * MS
-        metrics.on_tokens([request], [])
-    metrics.settle()
+        metrics.count_ttft(None if slo_ms is None else slo_ms * MS, ttft_ms * MS)
     assert metrics.slo == {("ttft", True): 1, ("ttft", False): 2, ("ttft_asked", False): 1, ("ttft_asked", True): 1}
 
 

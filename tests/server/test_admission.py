@@ -9,11 +9,19 @@ import httpx
 import pytest
 
 from penstock.admission.door import AdmissionLimits
-from penstock.clock import WallClock
 from penstock.config import ServerConfig
 from penstock.types.tenant_limits import TenantLimits
 from support.server.admission import ONE_ROW, Held
-from support.server.harness import CAPACITY, GatedExecutor, make_client, make_runtime, make_text_runtime, running, until
+from support.server.harness import (
+    CAPACITY,
+    GatedExecutor,
+    JumpingClock,
+    make_client,
+    make_runtime,
+    make_text_runtime,
+    running,
+    until,
+)
 
 BODY = {"prompt": "abc", "max_tokens": 4, "temperature": 0}
 
@@ -29,15 +37,6 @@ def check(response: httpx.Response, status: int, code: str, *words: str) -> None
 async def metric(client: httpx.AsyncClient, line: str) -> float:
     text = (await client.get("/metrics")).text
     return next((float(found.split()[-1]) for found in text.splitlines() if found.startswith(f"penstock_{line}")), 0.0)
-
-
-class JumpingClock(WallClock):
-    """Goes on by as much as it is told, beside the time that passes."""
-
-    offset_ns = 0
-
-    def now_ns(self) -> int:
-        return super().now_ns() + self.offset_ns
 
 
 async def test_a_tenant_may_run_so_many_and_others_go_on():
@@ -233,6 +232,22 @@ async def test_targets_are_counted_by_whether_they_were_met():
             assert await metric(client, 'slo_attainment_total{met="true",model="toy",slo="ttft_asked"}') == 0, "it is the same"
     finally:
         runtime.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_counts_once_for_a_target_however_many_answers_it_has(stream):
+    executor, clock = GatedExecutor(ONE_ROW), JumpingClock()
+    with running(executor, config=ServerConfig(port=0, shutdown_timeout_s=0.0), clock=clock) as server:
+        server.runtime.metrics.slo_ttft_ns = 60_000_000_000
+        body = BODY | {"prompt": ["abc", "def"], "n": 2, "stream": stream}
+        async with httpx.AsyncClient(base_url=server.url, timeout=20) as client:
+            late = asyncio.create_task(client.post("/v1/completions", json=body, headers={"X-First-Token-Timeout-Ms": "20000"}))
+            await until(lambda: server.runtime.engine.load().num_waiting)
+            clock.offset_ns = 30_000_000_000
+            executor.open()
+            assert "deadline_exceeded" in (await late).text
+            assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert server.runtime.metrics.slo == {("ttft", True): 1, ("ttft", False): 1}
 
 
 async def test_a_target_that_was_missed_is_counted_so():

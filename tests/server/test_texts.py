@@ -29,6 +29,7 @@ from support.server.harness import (
     RERANKER,
     TEXT_CAPACITY,
     GatedExecutor,
+    JumpingClock,
     NarrowExecutor,
     make_client,
     make_runtime,
@@ -879,3 +880,23 @@ def test_a_cache_is_not_shared_by_tenants_that_share_nothing():
     bridge.tell((0,))
     desk.ask([A], second, "two")
     assert len(second.told) == 2
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
+async def test_a_call_counts_once_for_a_target_however_many_texts_it_has(cache_bytes):
+    executor, clock = GatedExecutor(TEXT_CAPACITY), JumpingClock()
+    runtime = make_text_runtime(executor, clock=clock)
+    runtime.metrics.slo_ttft_ns = 60_000_000_000
+    try:
+        async with make_client(runtime, embedding_cache_bytes=cache_bytes) as client:
+            body, header = {"input": ["red", "green", "blue"]}, {"X-First-Token-Timeout-Ms": "20000"}
+            late = asyncio.create_task(client.post("/v1/embeddings", json=body, headers=header))
+            await until(lambda: runtime.bridge.num_open_requests == 3)
+            clock.offset_ns = 30_000_000_000
+            executor.open()
+            assert (await late).status_code == 408
+            for _ in range(2):
+                assert (await client.post("/v1/embeddings", json=body)).status_code == 200
+    finally:
+        runtime.close()
+    assert runtime.metrics.slo == {("ttft", True): 2, ("ttft", False): 1}

@@ -40,6 +40,7 @@ from support.server.harness import (
     RERANKER,
     VOCAB_SIZE,
     GatedExecutor,
+    JumpingClock,
     make_client,
     make_runtime,
     make_text_runtime,
@@ -227,6 +228,29 @@ async def test_a_real_verdict_is_computed_charged_and_told(models) -> None:
     assert (told["chosen"]["sources"], told["chosen"]["check"]) == ("", "")
     assert "held;dur=" in answer.headers["server-timing"]
     assert 0 <= float(answer.headers["x-route"].split("verified=")[1][:5]) <= 1
+
+
+@pytest.mark.parametrize("route", [ensemble(judge="large"), replace(VERIFIED, by=replace(VERIFIED.by, least=0.0))])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_target_counts_a_clients_call_once_by_the_token_that_the_client_gets(monkeypatch, route, stream) -> None:
+    clock, odds, slo = JumpingClock(), Verdicts.odds, Counter()
+
+    async def slow(*args, **kwargs):
+        clock.offset_ns += 30_000_000_000
+        return await odds(*args, **kwargs)
+
+    monkeypatch.setattr(Verdicts, "odds", slow)
+    models = [make_runtime(clock=clock, served_names=(name,), aliases=()) for name in route.models]
+    for one in models:
+        one.metrics.slo, one.metrics.slo_ttft_ns = slo, 20_000_000_000
+    try:
+        async with make_client(*models, routes=[route]) as client:
+            answer = await client.post(CHAT, json=BODIES[CHAT] | {"model": "auto", "stream": stream})
+            assert answer.status_code == 200, answer.text
+            assert slo == {("ttft", False): 1}
+    finally:
+        for one in models:
+            one.close()
 
 
 TEXTS = {1: "</think>", 2: " Yes", 3: "no", 4: "y", 5: "maybe", 6: " ", 7: "<end>", 8: "es"}

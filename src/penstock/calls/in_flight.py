@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -153,6 +154,18 @@ class CallInFlight(Protocol):
         ...
 
 
+def count_ttft(running: RunningModel, terms: Terms, ttft_ns: float) -> None:
+    """Count whether a client's call met its targets for the first token. Lines of batches have none."""
+    if not terms.background:
+        running.metrics.count_ttft(terms.slo_ttft_ns, ttft_ns)
+
+
+def is_our_doing(chunk: OutputChunk) -> bool:
+    """Return whether a request failed or timed out."""
+    has_timed_out = bool(chunk.reject_reason) and chunk.finish_reason is FinishReason.ABORT
+    return has_timed_out or chunk.finish_reason is FinishReason.ERROR
+
+
 class Charge(Protocol):
     def __call__(self, num_prompt_tokens: int, num_tokens: int, *, failed: bool) -> Cost | None: ...
 
@@ -206,10 +219,14 @@ class RunningCall:
         self._dropped: list[str] = []
         self._ends_ns: dict[str, int] = {}
         """Engine's id of a choice -> when it ended, after `whole`."""
+        self.ttft_ns: float | None = None
+        """From the client's request until `next_chunks` first returned a token. Infinite if the call failed before that."""
 
     async def next_chunks(self) -> list[OutputChunk]:
         """Wait for the next output chunks, without what the client did not ask for."""
         chunks = await self.stream.next_chunks()
+        if self.ttft_ns is None:
+            self._count_first(chunks)
         if self.price is not None:
             self._count(chunks)
         if self._hides_logprobs:
@@ -222,6 +239,15 @@ class RunningCall:
             if chunk.finish_reason is FinishReason.STOP:
                 chunk.finish_reason, chunk.stop_reason = FinishReason.LENGTH, None
         return chunks
+
+    def _count_first(self, chunks: Sequence[OutputChunk]) -> None:
+        # Here and not in the engine, since an answer may be held back, or discarded by its route.
+        if any(chunk.first_token_ns is not None for chunk in chunks):
+            self.ttft_ns = self.running.clock.now_ns() - self.terms.arrival_ns
+        elif any(map(is_our_doing, chunks)):
+            self.ttft_ns = math.inf
+        if self.ttft_ns is not None:
+            count_ttft(self.running, self.terms, self.ttft_ns)
 
     async def begin(self, num_tokens: int) -> list[OutputChunk]:
         """Wait until each choice has `num_tokens` tokens or has ended. Return the chunks, as `next_chunks` will again."""

@@ -282,7 +282,6 @@ async def in_time(work: Awaitable[_Result], failure: str, running: RunningModel,
         async with asyncio.timeout(max(0.0, (limit_ns - running.clock.now_ns()) / 1e9)):
             return await work
     except TimeoutError:
-        running.metrics.count_missed_ttft(terms.slo_ttft_ns)  # a line of a batch has neither limits nor targets
         allowed_ms = (limit_ns - since_ns) / 1e6
         detail = f"Its {failure} within the {allowed_ms:g} ms that the request allows. Allow more, or send it again."
         raise Rejected(reason, detail) from None
@@ -313,7 +312,6 @@ def make_requests(
 ) -> list[Request]:
     """Return the engine's requests: `n` for each prompt, in the order of the prompts. Their ids begin with `engine_id`."""
     terms, running, is_seeded = call.terms, call.running, "seed" in call.request.sampling
-    slo_ttft_ns = terms.slo_ttft_ns or running.admission.limits.slo_ttft_ns
     slo_itl_ns = terms.slo_itl_ns or running.slo_itl_ns
     shown_ids = call.sampling.shown_special_ids
     if form is not None and shown_ids is not None:  # the answer's reader looks for marks in the text
@@ -347,7 +345,6 @@ def make_requests(
                     queue_deadline_ns=terms.queue_deadline_ns,
                     first_token_deadline_ns=terms.first_token_deadline_ns,
                     call=requests,
-                    slo_ttft_ns=slo_ttft_ns,
                     slo_itl_ns=slo_itl_ns,
                     tenant=terms.owner.tenant,
                     key=terms.owner.key,

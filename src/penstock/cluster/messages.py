@@ -148,7 +148,7 @@ decode_to_front = msgspec.msgpack.Decoder(ToFront).decode
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 _TIMES = ("arrival_ns", "deadline_ns", "queue_deadline_ns", "first_token_deadline_ns", "first_scheduled_ns", "first_token_ns")
-_FIELDS = ("parent_id", "priority", "background", "slo_ttft_ns", "slo_itl_ns", "tenant", "second_at", "num_cached_tokens")
+_FIELDS = ("parent_id", "priority", "background", "slo_itl_ns", "tenant", "second_at", "num_cached_tokens")
 
 
 def prove(secret: bytes, sender: bytes, nonce: bytes) -> bytes:

@@ -363,7 +363,6 @@ def request_stats(request: Request, now_ns: int, reject_reason: str) -> RequestS
         reject_reason=reject_reason,
         waits=request.waits,
         background=request.background,
-        slo_ttft_ns=request.slo_ttft_ns,
         is_beam=request.sampling.beams is not None,
         shares_prompt=request.shares_prompt,
         key=request.key,

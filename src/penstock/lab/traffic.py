@@ -133,7 +133,6 @@ class Traffic:
         self._max_tokens = max_tokens
         self._settings = settings
         self._max_model_len = settings.capacity.max_model_len
-        self._slo_ttft_ns = None if settings.limits is None else settings.limits.slo_ttft_ns
         self._predictions = predictions or {}
         self._max_returns = max_returns
         self._service: Service | None = None
@@ -225,7 +224,6 @@ class Traffic:
             deadline_ns=deadline_ns,
             queue_deadline_ns=queue_deadline_ns,
             first_token_deadline_ns=first_token_deadline_ns,
-            slo_ttft_ns=self._slo_ttft_ns,
             slo_itl_ns=settings.slo_itl_ns,
             tenant=job.tenant,
             cache_salt=job.tenant.encode() + b"\0" if settings.isolates_tenants else b"",

@@ -6,7 +6,6 @@ that runs repeatedly.
 
 from __future__ import annotations
 
-import math
 import threading
 from bisect import bisect_left
 from collections import Counter, deque
@@ -112,7 +111,7 @@ class Metrics:
         self.rejected: Counter[str] = Counter(dict.fromkeys(map(str, RejectReason), 0))
         """Starts at 0 for each reason: Prometheus misses the increase of a series that appears later."""
         self.slo: Counter[tuple[str, bool]] = Counter()
-        """Requests by target (ttft, ttft_asked, itl) and whether it was met."""
+        """Clients' calls by target (ttft, ttft_asked), and answers (itl), by whether it was met."""
         self.ttft_ns = Histogram(LATENCY_BOUNDS_NS)
         self.tpot_ns = Histogram(TOKEN_BOUNDS_NS)
         self.e2e_ns = Histogram(LATENCY_BOUNDS_NS)
@@ -258,13 +257,16 @@ class Metrics:
             if key in self.tenants:
                 self.tenant_requests[key, "rejected"] += 1
 
-    def count_missed_ttft(self, asked_ns: int | None) -> None:
-        """Count a missed first token, for a request that was cut before it reached the engine. Thread-safe.
+    def count_ttft(self, asked_ns: int | None, ttft_ns: float) -> None:
+        """Count whether a client's call met the server's target and, separately, the client's own. Thread-safe.
 
-        `asked_ns`: the client's own target, if any.
+        `asked_ns`: the client's own target, if any. `ttft_ns`: infinite if the call got no token.
         """
         with self.lock:
-            self._count_slo(asked_ns, math.inf)
+            if self.slo_ttft_ns is not None:
+                self.slo["ttft", ttft_ns <= self.slo_ttft_ns] += 1
+            if asked_ns is not None and asked_ns != self.slo_ttft_ns:
+                self.slo["ttft_asked", ttft_ns <= asked_ns] += 1
 
     def count_restart(self) -> None:
         """Count a restart of the engine. Thread-safe."""
@@ -342,8 +344,6 @@ class Metrics:
         if request.first_token_ns is not None:
             ttft_ns = request.first_token_ns - request.arrival_ns
             self.ttft_ns.observe(ttft_ns, request.request_id)
-            if not request.shares_prompt:  # one for all choices
-                self._count_slo(request.slo_ttft_ns, ttft_ns)
         if request.first_scheduled_ns is not None:
             self.queue_ns.observe(request.first_scheduled_ns - request.arrival_ns, request.request_id)
             if request.first_token_ns is not None:
@@ -359,21 +359,12 @@ class Metrics:
         for reason, part_ns in self._waits.split(queued_ns, scheduled_ns).items():
             self.wait_ns[reason or NO_WAIT] += part_ns
 
-    def _count_slo(self, asked_ns: int | None, ttft_ns: float) -> None:
-        """Count whether a first token met the server's target and, separately, the client's own target."""
-        if self.slo_ttft_ns is not None:
-            self.slo["ttft", ttft_ns <= self.slo_ttft_ns] += 1
-        if asked_ns is not None and asked_ns != self.slo_ttft_ns:
-            self.slo["ttft_asked", ttft_ns <= asked_ns] += 1
-
     def _count_itl(self, is_met: bool) -> None:
         self.slo["itl", is_met] += 1
 
     def _count_finish(self, stats: RequestStats) -> None:
         if stats.key in self.tenants:
             self._count_key(stats)
-        if stats.first_token_ns is None and _is_our_doing(stats) and not (stats.background or stats.shares_prompt):
-            self._count_slo(stats.slo_ttft_ns, math.inf)
         is_rejected = _is_rejected(stats)
         if is_rejected:
             self.rejected[stats.reject_reason] += 1
@@ -422,9 +413,3 @@ class Metrics:
 def _is_rejected(stats: RequestStats) -> bool:
     """Return whether a request was refused, or cut by a time limit or by the server's end."""
     return bool(stats.reject_reason) or stats.finish_reason is FinishReason.REJECTED
-
-
-def _is_our_doing(stats: RequestStats) -> bool:
-    """Return whether a request got no token because of the server: it failed or timed out."""
-    has_timed_out = bool(stats.reject_reason) and stats.finish_reason is FinishReason.ABORT
-    return has_timed_out or stats.finish_reason is FinishReason.ERROR

@@ -21,7 +21,7 @@ gauge requests_background model | Background requests, running and waiting.
 gauge requests_waiting model reason | Waiting requests, by what the first of them waits for.
 counter request_success model finish_reason | Requests that ended, by finish reason.
 counter requests_rejected model reason | Requests that were refused.
-counter slo_attainment model slo met | Requests with a target, by whether they met it. ttft_asked: a client's own.
+counter slo_attainment model slo met | Calls (ttft; ttft_asked: a client's own) and answers (itl), by whether they met a target.
 counter tenant_requests model tenant outcome | Requests of a named key, by outcome.
 counter tenant_tokens model tenant kind | Tokens of a named key's requests.
 counter prompt_tokens model source | Prompt tokens of requests that got a first token.

@@ -28,7 +28,7 @@ from penstock.serve.ensembles import Ensemble
 from penstock.serve.errors import BUSY_STATUSES, STATUS_CLIENT_CLOSED_REQUEST, ApiError, status_of
 from penstock.serve.http.checks import JsonEndpoint, add_header, added_header, unless_gone
 from penstock.serve.http.entries import Entry, entry_of, note_model
-from penstock.serve.streams import NewWriter, respond
+from penstock.serve.streams import NewWriter, counting_misses, respond
 from penstock.serve.terms import read_lane, read_owner
 from penstock.serve.trials import is_one_answer, said_in, whole_answer
 from penstock.types.errors import TENANT_REASONS, ModelAway, Rejected
@@ -91,7 +91,7 @@ async def _check(call: Call, opened: RunningCall, http: HttpRequest) -> None:
     course = course_of(http.scope)
     if course.check is None:
         return
-    with opened:
+    with opened, counting_misses(call.running, call.terms):
         try:
             why = await unless_gone(http, course.check.judge(call, opened))
         except BaseException as error:
@@ -144,7 +144,8 @@ async def _of_ensemble(
 
     kept = ""
     try:
-        kept, why = await unless_gone(http, choose())
+        with counting_misses(call.running, call.terms):
+            kept, why = await unless_gone(http, choose())
     finally:
         now = course.routed  # with what the judge has cost
         for name, one in opened.items():
@@ -260,11 +261,12 @@ def _ends_all(error: _Failure) -> bool:
 
 async def _run_until_kept(call: Call, in_flight: InFlight, http: HttpRequest) -> RunningCall:
     """Run a call, and wait until its route has decided to keep the answer. Raises `ApiError`, `Rejected` and `Unsure`."""
-    opened = await unless_gone(http, run(call, in_flight))
+    with counting_misses(call.running, call.terms):
+        opened = await unless_gone(http, run(call, in_flight))
     note_call(http.scope, in_flight, opened)
     course = course_of(http.scope)
     if course.routed is not None and course.routed.trial is not None:
-        with opened:
+        with opened, counting_misses(call.running, call.terms):
             try:
                 why = await unless_gone(http, course.routed.trial.judge(call, opened))
             except BaseException:

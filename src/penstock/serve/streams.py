@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import ClassVar
 
@@ -19,9 +21,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from penstock import fast_json
 from penstock.calls.call import AnswerOptions, Terms
-from penstock.calls.in_flight import Chosen, RunningCall
+from penstock.calls.in_flight import Chosen, RunningCall, count_ttft
+from penstock.deploy.running import RunningModel
 from penstock.engine.ports import OutputChunk
-from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, failed, from_rejected, internal
+from penstock.serve.errors import ApiError, cancelled, deadline_exceeded, failed, from_rejected, internal, status_of
 from penstock.serve.http.checks import CLIENT_LEFT, client_watch
 from penstock.serve.http.entries import TokenCounts, entry_of
 from penstock.serve.shapes import ChatFinishWord, FinishWord
@@ -62,7 +65,7 @@ async def respond(http: HttpRequest, call: RunningCall, new_writer: NewWriter) -
             return EventStream(http, call, writer)
         records = await _collect(http, call, writer)
     if entry is not None:
-        entry.ttft_s = _ttft_s(call.terms, records[0].last)
+        entry.ttft_s = _ttft_s(call)
     return await _json(records, call, writer)
 
 
@@ -378,8 +381,8 @@ class EventStream(Response):
 
     def _begin(self, first: OutputChunk) -> bytes:
         terms = self._call.terms
-        if (entry := entry_of(self._http.scope)) is not None:  # its first event is sent now, though it may have been held back
-            entry.ttft_s = (self._call.running.clock.now_ns() - terms.arrival_ns) / 1e9
+        if (entry := entry_of(self._http.scope)) is not None:
+            entry.ttft_s = _ttft_s(self._call)
         return self._writer.begin(server_timing(times_ms(terms.arrival_ns, first)[:2], terms.waits, self._call.chosen))
 
 
@@ -427,6 +430,17 @@ def whole_lines(events: bytes) -> bytes:
 # How a call ended
 
 
+@contextmanager
+def counting_misses(running: RunningModel, terms: Terms) -> Iterator[None]:
+    """Count a missed first token if a client's call fails or times out in the block, before its answer is sent."""
+    try:
+        yield
+    except (ApiError, Rejected) as error:
+        if status_of(error) in (408, 500):  # after others, such as 429, a route asks its next model
+            count_ttft(running, terms, math.inf)
+        raise
+
+
 def _raise_if_over(call: RunningCall, chunks: Sequence[OutputChunk]) -> None:
     if call.stream.is_cancelled:
         raise cancelled(CLIENT_LEFT)
@@ -463,8 +477,8 @@ def times_ms(arrival_ns: int, chunk: OutputChunk) -> tuple[float, float, float]:
     return (scheduled_ns - arrival_ns) / 1e6, (decode_ns - scheduled_ns) / 1e6, (chunk.at_ns - decode_ns) / 1e6
 
 
-def _ttft_s(terms: Terms, chunk: OutputChunk) -> float | None:
-    return None if chunk.first_token_ns is None else (chunk.first_token_ns - terms.arrival_ns) / 1e9
+def _ttft_s(call: RunningCall) -> float | None:
+    return None if call.ttft_ns is None or call.ttft_ns == math.inf else call.ttft_ns / 1e9
 
 
 def server_timing(parts_ms: Sequence[float], waits: WaitTimes, chosen: Chosen | None = None) -> str:

@@ -72,10 +72,8 @@ class Request:
     first_token_deadline_ns: int | None = None  # for the first token of any request in `call`
     call: Sequence[Request] = field(default=(), repr=False)
     """The requests that share its limits of waiting, itself included, until it ends. Empty: it is alone."""
-    slo_ttft_ns: int | None = None
-    """Target of its time to first token. Missing a target is counted and has no other effect."""
     slo_itl_ns: int | None = None
-    """Target of its inter-token latency, met if 99 % of its gaps are no longer."""
+    """Target of its inter-token latency, met if 99 % of its gaps are no longer. A miss is counted and has no other effect."""
     tenant: str = ""
     key: str = ""  # name of the client's API key, for metrics
     cache_salt: bytes = b""  # cached prefixes are shared only among requests of the same salt

@@ -169,7 +169,6 @@ class RequestStats:
     num_preemptions: int
     finish_reason: FinishReason
     reject_reason: str = ""
-    slo_ttft_ns: int | None = None
     is_beam: bool = False  # a hypothesis of a beam search: all tokens come at its end
     shares_prompt: bool = False  # as in `Request`
     waits: WaitTimes = NO_WAITS

@@ -118,6 +118,15 @@ def fixed_sources() -> Sources:
     return Sources(draw_seed=lambda: 7, new_request_id=lambda: f"id{next(ids)}", unix_time_s=lambda: 1_700_000_000)
 
 
+class JumpingClock(WallClock):
+    """Goes on by as much as it is told, beside the time that passes."""
+
+    offset_ns = 0
+
+    def now_ns(self) -> int:
+        return super().now_ns() + self.offset_ns
+
+
 def make_runtime(
     executor=None,
     *,

@@ -80,7 +80,7 @@ BOARD: tuple[str | Panel, ...] = (
     _lines(
         "Targets met",
         "percentunit",
-        "Share of the requests with a target (`--slo-ttft`, `X-SLO-ITL-Ms`) that met it.",
+        "Share of the calls that met a target for the first token (`ttft`), and of the answers that met one for gaps (`itl`).",
         # A target that no request has is left out: its share would be 0 / 0.
         (_rate("slo_attainment_total", "slo", ',met="true"') + f" / ({_rate('slo_attainment_total', 'slo')} > 0)", "{{slo}}"),
     ),

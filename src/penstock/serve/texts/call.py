@@ -82,6 +82,8 @@ class TextResults:
     """In the order of the texts."""
     server_timing: str
     """Value of the header `Server-Timing`: the times of the text that ended last."""
+    first_ns: int
+    """When the first of them was there, by the server's clock."""
 
     @property
     def num_tokens(self) -> int:

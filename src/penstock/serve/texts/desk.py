@@ -102,6 +102,7 @@ class RunningTexts:
         self._waker: asyncio.Future[None] | None = None
         self._last: OutputChunk | None = None
         """The last chunk with numbers."""
+        self._first_ns = 0
 
     def fill(self) -> None:
         """Submit texts to the desk until they fill `WINDOW_STEPS` steps of the engine."""
@@ -134,7 +135,8 @@ class RunningTexts:
         timing, terms = "", self.terms
         if self._last is not None:
             timing = server_timing(times_ms(terms.arrival_ns, self._last)[:2], terms.waits)
-        return TextResults([TextResult(encoder.kept(found[text]), text.num_tokens) for text in self._texts], timing)
+        results = [TextResult(encoder.kept(found[text]), text.num_tokens) for text in self._texts]
+        return TextResults(results, timing, self._first_ns)
 
     def close(self, in_flight: InFlight | None) -> None:
         """Cancel texts that are not computed yet, and take the call out of `in_flight`."""
@@ -161,7 +163,6 @@ class RunningTexts:
             deadline_ns=terms.deadline_ns,
             queue_deadline_ns=None if has_begun else terms.queue_deadline_ns,
             first_token_deadline_ns=None if has_begun else terms.first_token_deadline_ns,
-            slo_ttft_ns=terms.slo_ttft_ns or self.running.admission.limits.slo_ttft_ns,
             tenant=terms.owner.tenant,
             key=terms.owner.key,
             second_at=text.tokens.second_at,
@@ -178,6 +179,8 @@ class RunningTexts:
 
     def take(self, text: Text, states: bytes, chunk: OutputChunk | None) -> None:
         """Store the encoder's output for a text. `chunk` is None if the output was cached."""
+        if not self._found:
+            self._first_ns = self.running.clock.now_ns()
         self._found[text] = states
         self._num_asked_tokens -= text.num_tokens
         if chunk is not None:

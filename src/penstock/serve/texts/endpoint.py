@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from penstock.calls.in_flight import InFlight
+from penstock.calls.in_flight import InFlight, count_ttft
 from penstock.deploy.off_loop import LARGE_SIZE
 from penstock.deploy.running import RunningModel
 from penstock.serve.answering import note_call
@@ -22,6 +22,7 @@ from penstock.serve.asking import Asked, Reader
 from penstock.serve.bodies import Body, parse_body
 from penstock.serve.http.checks import JsonEndpoint, unless_gone
 from penstock.serve.http.entries import TokenCounts, entry_of, note_model
+from penstock.serve.streams import counting_misses
 from penstock.serve.texts.call import TextResults, TextsCall
 from penstock.serve.texts.desk import Desk, run
 from penstock.serve.texts.tokens import work_size
@@ -82,7 +83,9 @@ class TextsEndpoint:
         entry = entry_of(http.scope)
         note_model(http.scope, _operation(call), call.running.name)
         work = run(call, self.desk(call.running), self._in_flight, partial(note_call, http.scope, self._in_flight))
-        results = await unless_gone(http, work)
+        with counting_misses(call.running, call.terms):
+            results = await unless_gone(http, work)
+        count_ttft(call.running, call.terms, results.first_ns - call.terms.arrival_ns)
         if entry is not None:
             num_tokens = results.num_tokens
             entry.count_tokens = lambda: TokenCounts(num_tokens, 0)
