@@ -129,6 +129,7 @@ class StepDone:
     num_waiting: int
     num_blocks_free: int
     num_blocks_cached: int
+    num_blocks_held: int | None = None
     num_repeated: int = 0  # as in `StepPlan`
     waited_ns: int = 0
     waits_for: WaitReason = WaitReason.NOTHING
@@ -335,6 +336,7 @@ class _Part:
             num_waiting=waiting,
             num_blocks_free=free,
             num_blocks_cached=cached,
+            num_blocks_held=line.get("held"),
             num_repeated=line.get("repeated", 0),
             waited_ns=line.get("waited", 0),
             waits_for=WaitReason(line.get("lacks", "")),
