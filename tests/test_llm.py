@@ -141,6 +141,8 @@ def test_each_prompt_may_have_its_own_parameters(model: LLM) -> None:
     ):
         with pytest.raises(PenstockError, match=words):
             model.generate(["in the", "of"], given)
+    with pytest.raises(PenstockError, match=r"'adapter\[1\]' is of type int. Give a name"):
+        model.generate(["in the", "of"], adapter=[None, 3])
 
 
 def test_the_same_seed_gives_the_same_answers_and_n_of_them_differ(model: LLM) -> None:
@@ -625,6 +627,7 @@ def test_the_garbage_collector_may_close_a_model_in_any_of_its_threads(
         del model
         loop.call_soon_threadsafe(held.clear)
     assert ended.acquire(timeout=20)
+    ended.release()
     assert running.engine.state is EngineState.STOPPED
 
 
@@ -675,6 +678,29 @@ def test_a_program_that_does_not_close_its_model_ends(path: Path) -> None:
     code = f"from penstock import LLM; {load}; next(llm.stream('a'))"
     done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_program_ends_after_a_model_that_another_thread_dropped(path: Path) -> None:
+    code = f"""
+import threading, time
+from penstock import AsyncLLM
+from penstock.backends.reference.executor import ReferenceExecutor
+
+close = ReferenceExecutor.close
+
+def slowly(self):
+    time.sleep(0.5)
+    close(self)
+    print("closed", flush=True)
+
+ReferenceExecutor.close = slowly
+load = lambda: AsyncLLM({str(path)!r}, backend="reference", kv_cache_memory="2MiB") and None
+thread = threading.Thread(target=load)
+thread.start()
+thread.join()
+"""
+    done = subprocess.run([sys.executable, "-c", code], timeout=60, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "closed\n", "")
 
 
 def test_a_failed_engine_is_an_error_and_then_made_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -374,7 +374,7 @@ class Asked:
             raise ConfigError(f"{running.name} reads texts and writes none.", remedy=remedy)
         params = SamplingParams(**running.defaults.named()) if self.params is None else self.params
         all_params = self._each(params, SamplingParams, "sampling_params", "a SamplingParams")
-        names = self._each(self.adapters, str | None, "adapters", "a name")
+        names = self._each(self.adapters, str | None, "adapter", "a name")
         adapters = [None if name is None else _adapter(running, name) for name in names]
         read = [self._text(running, prompt, self._name(index)) for index, prompt in enumerate(self.prompts)]
         prompts = [prompt for prompt, _ in read]

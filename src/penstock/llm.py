@@ -613,9 +613,16 @@ class _Closer:
 def _close_unasked(ask: Callable[[], object], ended: threading.Lock) -> None:
     """Close a model. Do not wait for it in one of its own threads, where the garbage collector may run."""
     ask()
-    if threading.current_thread() is threading.main_thread():
+
+    def wait() -> None:
         with ended:
             pass
+
+    if threading.current_thread() is threading.main_thread():
+        wait()
+    else:
+        with contextlib.suppress(RuntimeError):  # the interpreter exits already; else its exit waits for this thread
+            threading.Thread(target=wait, name="penstock-close").start()
 
 
 def _close_when_asked(asked: SimpleQueue[None], running: RunningModel) -> None:

@@ -89,7 +89,7 @@ async def test_its_paths_below_another_api_s_wildcard_are_its_own(client):
 
 
 def test_query_parameters_are_a_list():
-    with pytest.raises(AssertionError, match='query=\\["say"\\]'):
+    with pytest.raises(AssertionError, match="query is 'say'"):
         Route("GET /echo", "Echo", echo, query="say")
 
 

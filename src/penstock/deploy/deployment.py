@@ -146,11 +146,13 @@ class Deployment:
         return next((one for one in self.served if one.adapters is not None and one.adapters.has(name)), None)
 
     def knows(self, name: str) -> bool:
-        """Return whether a model, route, pipeline, upstream or adapter has this name. May look into the folders of adapters."""
+        """Return whether a model, route, pipeline, upstream or adapter has this name. May read the folders of adapters."""
         if self.is_taken(name) or name in self.upstreams or self.adapter_owner(name) is not None:
             return True
-        with contextlib.suppress(OSError):
-            return any(one.adapters is not None and one.adapters.look_up(name) is not None for one in self.served)
+        for one in self.served:
+            with contextlib.suppress(OSError):
+                if one.adapters is not None and one.adapters.look_up(name) is not None:
+                    return True
         return False
 
     def _owner_of_adapter(self, name: str, model: ServedModel) -> ServedModel | None:

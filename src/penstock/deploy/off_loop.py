@@ -36,7 +36,7 @@ MAX_JOBS = 1024
 MAX_GRAMMARS = 32
 """Most waiting grammars of one tenant. Admission limits all tenants together."""
 MAX_SIZE_IN_FLIGHT = 16 << 20
-"""Most characters or bytes in a queue, or of one tenant's in a queue with turns: four of the largest bodies."""
+"""Most characters or bytes of one tenant's waiting jobs in a queue: four of the largest bodies."""
 MAX_FULL_QUEUES = 4
 """A `FairLine` is full at this many times `MAX_SIZE_IN_FLIGHT`. Without API keys a client can invent tenants, so the limit per
 tenant is not enough."""
@@ -126,7 +126,7 @@ class OffLoop:
         return await self._in_turn(self._grammars, "grammars", lane, size, work, key)
 
     async def finish(self, size: int, work: Callable[[], _Result]) -> _Result:
-        """Do the last work of an answer, as `run` does, but never refuse it."""
+        """Do the last work of an answer, in a thread if it is long. Never refuse it."""
         if size <= INLINE_MAX_SIZE:
             return work()
         try:

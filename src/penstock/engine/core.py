@@ -126,8 +126,8 @@ class EngineCore:
     ) -> list[TokenEvent]:
         """Take over the result of a step. Return one event for each row that sampled or failed, in the order of the plan.
 
-        `clock` measures how long grammars take. `read` makes the text of events that have several tokens or end an answer.
-        Tokens after a stop string do not count.
+        `clock` measures how long grammars take. `read` makes the text of events that end an answer or have several tokens, so
+        that tokens after a stop string do not count.
         """
         if result.step_id != plan.step_id:
             raise ValueError(f"the result of step {result.step_id} is not that of step {plan.step_id}")
@@ -150,7 +150,8 @@ class EngineCore:
         return outcome.events
 
     def _read(self, outcome: StepOutcome, read: Read) -> None:
-        """Make the text of last and of several tokens. If it ends a request, end the request before tokens are counted."""
+        """Read the text of events that end an answer or have several tokens. If it ends the request, end that here, before
+        tokens are counted."""
         for idx, event in enumerate(outcome.events):
             if len(event.token_ids) < (2 if event.finish_reason is None else 1):  # nearly all events
                 continue

@@ -586,9 +586,9 @@ class Scheduler:
     def end_by_text(
         self, request: Request, reason: FinishReason, stop_reason: int | str | None, num_cut: int, outcome: StepOutcome
     ) -> None:
-        """End a request by the text of a committed step. The last `num_cut` tokens do not count.
+        """End a request for what its text says, and drop the last `num_cut` tokens from its output and the step's counts.
 
-        If one of these tokens had ended the request already, its text decides the reason.
+        If a token of the step had ended the request already, replace that reason.
         """
         counts, request_id = outcome.counts, request.request_id
         counts.num_sampled_tokens -= num_cut

@@ -91,7 +91,7 @@ async def _check(call: Call, opened: RunningCall, http: HttpRequest) -> None:
     course = course_of(http.scope)
     if course.check is None:
         return
-    with opened, counting_misses(call.running, call.terms):
+    with opened, counting_misses(call.running, call.terms, is_last=True):
         try:
             why = await unless_gone(http, course.check.judge(call, opened))
         except BaseException as error:

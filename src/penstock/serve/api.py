@@ -141,7 +141,7 @@ class Route:
     """The type of its body, if that is a form (multipart/form-data). `answer` reads it."""
 
     def __post_init__(self) -> None:
-        assert not isinstance(self.query, str), f'query=["{self.query}"]: a text would be a parameter for each letter'
+        assert not isinstance(self.query, str), f"query is {self.query!r}: give a list of names, not one text"
 
     @property
     def body_types(self) -> Sequence[Any]:

@@ -22,7 +22,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -32,6 +32,7 @@ from penstock import fast_json
 from penstock.config import ServerConfig
 from penstock.config.keys import ApiKey, api_keys, check_never_keys, exposed_paths, key_paths, missing_never_keys
 from penstock.deploy.deployment import Deployment
+from penstock.deploy.off_loop import in_daemon
 from penstock.deploy.running import RunningModel
 from penstock.machine import has_terminal
 from penstock.serve._stop_signals import end_at_second
@@ -151,6 +152,8 @@ class Server:
                 self._listener, make_connection, max_connections=self._max_connections, ssl_context=self._tls
             )
             self._apply_key_names()
+            if self._keys is not None:
+                await in_daemon(partial(self._warn_of_unknown_models, self._keys.keys))
             if self._watched:
                 self._watch = FileWatch(self._watched)
             warn_if_open(config, self._listener)
@@ -184,7 +187,15 @@ class Server:
         assert self._keys is not None  # a server without keys has no file of them
         keys = api_keys(self._config)
         check_never_keys(self._deployment.upstreams.values(), keys, self._keys.keys)
+        self._warn_of_unknown_models(keys)
         return keys
+
+    def _warn_of_unknown_models(self, keys: Iterable[ApiKey]) -> None:
+        """Warn of names in the keys' lists that nothing has. May read the disk."""
+        for key in keys:
+            for name in key.models or ():
+                if not self._deployment.knows(name):
+                    _log.warning("the API key %s may use %r, but no model has that name yet", key.name, name)
 
     def _use_keys(self, keys: Sequence[ApiKey]) -> None:
         assert self._keys is not None
@@ -195,15 +206,11 @@ class Server:
         self._apply_key_names()
 
     def _apply_key_names(self) -> None:
-        """Give the metrics the names of the API keys, and warn of what their lines ask for without effect."""
+        """Give the metrics the names of the API keys, and warn if the keys' priorities have no effect."""
         if not self._config.api_keys_file or self._keys is None:
             return
         for served in self._deployment.served:
             served.metrics.tenants = frozenset(key.name for key in self._keys.keys)
-        for key in self._keys.keys:
-            for name in key.models or ():
-                if not self._deployment.knows(name):
-                    _log.warning("the API key %s may use %r, but no model has that name yet", key.name, name)
         # A model that is not loaded may use that policy, so without any loaded model nothing is said.
         looks = [running.model.is_priority_scheduled for running in self._deployment.running]
         if any(key.priority for key in self._keys.keys) and looks and not any(looks):

@@ -431,12 +431,15 @@ def whole_lines(events: bytes) -> bytes:
 
 
 @contextmanager
-def counting_misses(running: RunningModel, terms: Terms) -> Iterator[None]:
-    """Count a missed first token if a client's call fails or times out in the block, before its answer is sent."""
+def counting_misses(running: RunningModel, terms: Terms, *, is_last: bool = False) -> Iterator[None]:
+    """Count a missed first token if a client's call fails or times out in the block, before its answer is sent.
+
+    `is_last`: no other model is asked after the block.
+    """
     try:
         yield
     except (ApiError, Rejected) as error:
-        if status_of(error) in (408, 500):  # after others, such as 429, a route asks its next model
+        if status_of(error) in (408, 500) or (is_last and status_of(error) == 503):  # a route asks the next model after 503
             count_ttft(running, terms, math.inf)
         raise
 
