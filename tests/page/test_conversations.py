@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from support.page.browser import ENTER, ESCAPE
 from support.page.chatting import ask, complete, kept, last_request, press, shown, watch_requests
 from support.page.servers import speaking
@@ -283,7 +285,8 @@ def test_answers_leave_the_browser_a_connection_to_the_server(browser):
 
 
 OTHER_TAB = """
-    const key = Object.keys(localStorage).find((one) => one.startsWith("penstock.conversation."));
+    const has = (key) => key.startsWith("penstock.conversation.") && localStorage.getItem(key).includes("About rivers");
+    const key = Object.keys(localStorage).find(has);
     const other = JSON.parse(localStorage.getItem(key));
     const change = (newValue) => {
       if (newValue) localStorage.setItem(key, newValue);
@@ -339,16 +342,65 @@ def test_an_answer_of_another_tab_grows_beside_what_the_reader_does(page):
     assert page.run("return [document.getElementById('log').scrollTop, document.querySelector('.why').hidden]") == [100, False]
     assert page.focused() == "Why was this slow?"
     assert "is being answered" in page.text("#conversations")
+    assert page.run("return document.getElementById('log').ariaBusy") == "true"
 
 
-def test_an_answer_of_a_tab_that_is_gone_can_be_continued(page):
+@pytest.mark.parametrize("is_open", [True, False])
+def test_a_deletion_can_be_finished_while_an_answer_of_another_tab_grows(page, is_open):
+    converse(page, "About rivers")
+    ask(page, "And lakes?")
+    page.until("return document.querySelectorAll('.answer .tools').length === 2")
+    page.run(GROW, "")
+    if not is_open:
+        converse(page, "About seas")
+    press(page, "Delete")
+    page.run(GROW, " And more.")
+    assert page.focused() == "Really delete"
+    press(page, "Really delete")
+    assert len(kept(page)) == 1 - is_open
+
+
+def test_a_conversation_that_grew_in_another_tab_is_opened_as_it_is_now(page):
+    converse(page, "About rivers")
+    ask(page, "And lakes?")
+    page.until("return document.querySelectorAll('.answer .tools').length === 2")
+    page.run(GROW, "")
+    press(page, "New chat")
+    page.run(GROW, " And more.")
+    press(page, "About rivers")
+    assert page.run("return Array.from(document.querySelectorAll('.answer > .text')).at(-1).innerText").endswith(" And more.")
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_an_answer_of_a_tab_that_is_gone_can_be_continued(page, edits):
     converse(page, "About rivers")
     ask(page, "And lakes?")
     page.until("return document.querySelectorAll('.answer .tools').length === 2")
     page.run(GROW, "")
     page.wait_text(".answer .foot", "Is being answered in another tab")
-    page.wait_text(".answer .tools", "Continue")
+    if edits:
+        press(page, "Edit")
+        page.until("return !document.getElementById('conversations').innerText.includes('answered')")
+        press(page, "Cancel")
+    page.wait_text(".answer:last-child .tools", "Continue")
     assert "is being answered" not in page.text("#conversations")
+
+
+def test_a_growing_answer_is_kept_where_the_timers_of_a_hidden_page_are_slow(browser):
+    with speaking("Hello, reader.", is_open=False) as server:
+        browser.open(server.url)
+        browser.run("""
+            const usual = Date.now;
+            window.lateMs = 0;
+            Date.now = () => usual() + window.lateMs;
+            window.setInterval = () => 0;
+        """)
+        ask(browser)
+        server.gate.allow(6)
+        browser.wait_text(".answer > .text", "^Hello")
+        browser.run("window.lateMs = 2500")
+        server.gate.allow(1)
+        browser.until("return Object.values(localStorage).some((text) => text.includes('Hello'))")
 
 
 def test_a_conversation_that_another_tab_deletes_ends_its_answer(browser):

@@ -15,7 +15,7 @@ const SILENT_MS = 3 * KEEP_MS; // A tab that has not kept its answer for so long
 let open = newConversation();
 const running = new Map(); // Conversation -> `{message, view, controller}`.
 let elsewhere = null; // The view of an answer of `open` that is on its way in another tab.
-let silence = null; // The timer that shows `open` anew when that tab is gone.
+let silence = null; // The timer of `awaitOtherTab`.
 
 const log = byId("log");
 const prompt = byId("prompt");
@@ -122,8 +122,12 @@ async function run(question, message, body) {
 async function outcome(body, { message, view, controller }, conversation) {
   const { facts } = message;
   const keeping = setInterval(() => keepRunning(conversation), KEEP_MS);
+  const changed = () => {
+    view.change();
+    if (Date.now() - facts.aliveMs > 2 * KEEP_MS) keepRunning(conversation); // Browsers slow the timers of hidden pages.
+  };
   try {
-    await stream(body, message, { changed: () => view.change(), waits: (text) => view.wait(text) }, controller.signal);
+    await stream(body, message, { changed, waits: (text) => view.wait(text) }, controller.signal);
     if (facts.end === "interrupted") delete facts.end;
     return `The answer is complete: ${counted(facts.tokens ?? 0, "token")}.`;
   } catch (error) {
@@ -185,11 +189,13 @@ function grow(conversation) {
   const message = pathOf(conversation).at(-1);
   if (!isElsewhere(message) || elsewhere?.message.facts.requestId !== message.facts.requestId) return false;
   Object.assign(elsewhere.message, message);
+  conversations.set(open.id, Object.assign(open, { title: conversation.title, changedMs: conversation.changedMs }));
   elsewhere.draw();
   awaitOtherTab();
   return true;
 }
 
+/** Look at the open conversation again when its other tab has been silent. */
 function awaitOtherTab() {
   clearTimeout(silence);
   silence = setTimeout(() => follow(open, conversations.get(open.id)), SILENT_MS);
@@ -199,7 +205,7 @@ function showRunning() {
   const isRunning = running.has(open);
   byId("send").hidden = isRunning;
   byId("stop").hidden = !isRunning;
-  log.setAttribute("aria-busy", String(isRunning));
+  log.setAttribute("aria-busy", String(list.isAnswering(open)));
 }
 
 function itemOf(message, index, path) {
@@ -320,9 +326,15 @@ followOtherTabs((conversation) => running.has(conversation), follow);
 /** Show what another tab has made of a conversation. */
 function follow(before, now) {
   if (!now) end(before);
+  const isOpen = (now ?? before)?.id === open.id;
+  if (isOpen && now && grow(now)) return;
   const edit = log.querySelector(".edit textarea");
-  if ((now ?? before)?.id !== open.id || (now && edit)) return showList(list);
-  if (now && grow(now)) return showList(list);
+  if (isOpen && now && edit) awaitOtherTab(); // Until the edit is closed.
+  if (!isOpen || (now && edit)) {
+    const isGrowing = before && now && list.isAnswering(before) && list.isAnswering(now);
+    if (!isGrowing) showList(list); // Else the list would lose the focus each second.
+    return;
+  }
   following(() => show(now ?? newConversation()));
   if (!edit || edit.value === edit.defaultValue) return;
   prompt.value = [prompt.value, edit.value].filter(Boolean).join("\n\n"); // An edit outlives its conversation.

@@ -17,7 +17,8 @@ export function showList(chat) {
 function item(conversation, chat) {
   const isOpen = conversation.id === chat.openId();
   const title = titleOf(conversation);
-  const name = button(title, () => chat.open(conversation), { className: "title", title, ...(isOpen ? { "aria-current": "true" } : {}) });
+  const open = () => chat.open(conversations.get(conversation.id)); // Another tab may have kept it since.
+  const name = button(title, open, { className: "title", title, ...(isOpen ? { "aria-current": "true" } : {}) });
   const state = chat.isAnswering(conversation) ? [element("span", { className: "note" }, "is being answered")] : [];
   return element("li", {}, name, ...state, ...(isOpen ? [tools(conversation, chat, name)] : []));
 }
