@@ -369,6 +369,21 @@ def test_an_answer_that_follows_a_schema_goes_on_where_it_was_cut(page):
     assert page.text(".answer pre") == '"The Rhine is a river."'
 
 
+@pytest.mark.parametrize("is_json", [True, False])
+def test_an_answer_is_drawn_as_what_it_began_as(page, is_json):
+    """The reader may change the schema before the answer goes on."""
+    schemas = ['{"enum": ["The __Rhine__ is a river."]}', ""]
+    page.server.says[0] = "The **Rhine** is a river."
+    page.type("#schema", schemas[not is_json])
+    page.type("#max_tokens", "9")
+    ask(page)
+    complete(page)
+    page.type("#schema", schemas[is_json])
+    press(page, "Continue")
+    complete(page)
+    assert page.run("return document.querySelectorAll('.answer pre').length") == is_json
+
+
 def test_a_schema_that_is_no_json_is_told_beside_it(page):
     page.type("#schema", '{"type": ')
     ask(page)

@@ -54,7 +54,8 @@ export class AnswerView {
   drawText() {
     const { content, reasoning, toolCalls, facts } = this.message;
     this.note.hidden = true;
-    this.markdown.show(facts.isJson && content ? `~~~json\n${content}${this.isGrowing ? "" : "\n~~~"}` : content, this.isGrowing);
+    if (!facts.isJson) this.markdown.show(content, this.isGrowing);
+    else if (content) this.text.replaceChildren(codeBlock(content, "json", !this.isGrowing));
     this.reasoning.hidden = !reasoning;
     this.reasoningMarkdown.show(reasoning ?? "", this.isGrowing);
     this.calls.replaceChildren(...toolCalls.filter(Boolean).map(({ name, arguments: given }) => codeBlock(given, `Call of ${name}`)));

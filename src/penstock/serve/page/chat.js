@@ -96,8 +96,8 @@ function goOn(question, message, settings) {
 async function run(question, message, body) {
   const conversation = open;
   // What is kept from now on says so, for whoever finds it: the page removes the word when the answer ends.
-  const facts = { requestId: `page-${newId()}`, model: body.model, isJson: Boolean(body.response_format) };
-  message.facts = { ...facts, end: "interrupted", aliveMs: Date.now() };
+  const isJson = message.facts?.isJson ?? Boolean(body.response_format); // It stays what it began as.
+  message.facts = { requestId: `page-${newId()}`, model: body.model, isJson, end: "interrupted", aliveMs: Date.now() };
   const view = viewOf(message, question);
   const one = { message, view, controller: new AbortController() };
   running.set(conversation, one);
