@@ -610,10 +610,13 @@ def test_the_theme_follows_the_system_or_the_switch(page):
 
 
 def test_a_narrow_screen_has_no_sideways_scrolling(page):
-    page.server.says[0] = MARKDOWN + "\n\n" + "wide" * 100
+    formula = "$" + "+".join(f"x_{{{number}}}" for number in range(30)) + "$"
+    page.server.says[0] = f"{MARKDOWN}\n\n{'wide' * 100}\n\nWide: {formula}\n\n- A list: {formula}"
     ask(page)
     complete(page)
     page.size(360, 640)
+    page.until("return document.querySelectorAll('.answer math').length > 1")
+    assert page.run("const log = document.getElementById('log'); return log.scrollWidth === log.clientWidth")
     for view in ("#chat", "#live"):
         page.run("location.hash = arguments[0]", view)
         assert page.run("return document.documentElement.scrollWidth") <= 360
