@@ -318,7 +318,7 @@ GROW = (
     + """
     const message = other.next[0].next[0].next[0].next[0];
     message.content += arguments[0];
-    message.facts = {requestId: "page-1", end: "interrupted", aliveMs: Date.now()};
+    message.facts = {requestId: "page-1", end: "interrupted", aliveMs: Date.now() - (arguments[1] ?? 0)};
     other.changedMs += 1;
     change(JSON.stringify(other));
     """
@@ -376,7 +376,7 @@ def test_an_answer_of_a_tab_that_is_gone_can_be_continued(page, edits):
     converse(page, "About rivers")
     ask(page, "And lakes?")
     page.until("return document.querySelectorAll('.answer .tools').length === 2")
-    page.run(GROW, "")
+    page.run(GROW, "", 66_000)  # with 70 s the tab counts as gone
     page.wait_text(".answer .foot", "Is being answered in another tab")
     if edits:
         press(page, "Edit")
@@ -401,6 +401,8 @@ def test_a_growing_answer_is_kept_where_the_timers_of_a_hidden_page_are_slow(bro
         browser.run("window.lateMs = 2500")
         server.gate.allow(1)
         browser.until("return Object.values(localStorage).some((text) => text.includes('Hello'))")
+        server.gate.open()
+        browser.wait_text(".answer .foot", "tokens")
 
 
 def test_a_conversation_that_another_tab_deletes_ends_its_answer(browser):

@@ -10,12 +10,12 @@ import { stream, tokensOf } from "./stream.js";
 const OPEN = "penstock.open"; // The id of this tab's conversation, in sessionStorage.
 const KEEP_MS = 1000; // A growing answer is kept so often, in case the browser ends without saying so.
 const MAX_ANSWERS = 5; // On their way in all tabs: a browser has six connections to a server, and one has to stay free.
-const SILENT_MS = 3 * KEEP_MS; // A tab that has not kept its answer for so long is gone.
+const SILENT_MS = 70_000; // A tab that has not kept its answer for so long is gone. Browsers let a hidden tab act once a minute.
 
 let open = newConversation();
 const running = new Map(); // Conversation -> `{message, view, controller}`.
 let elsewhere = null; // The view of an answer of `open` that is on its way in another tab.
-let silence = null; // The timer of `awaitOtherTab`.
+let looking = null; // The timer of `lookAgain`.
 
 const log = byId("log");
 const prompt = byId("prompt");
@@ -171,7 +171,7 @@ function keepRunning(conversation) {
 function show(conversation) {
   const isAnother = conversation.id !== open.id;
   open = conversation;
-  clearTimeout(silence);
+  clearTimeout(looking);
   elsewhere = null;
   session.setItem(OPEN, open.id);
   log.replaceChildren(...pathOf(open).map(itemOf));
@@ -195,10 +195,14 @@ function grow(conversation) {
   return true;
 }
 
-/** Look at the open conversation again when its other tab has been silent. */
+/** Show the open conversation anew when the tab that answers it is gone. */
 function awaitOtherTab() {
-  clearTimeout(silence);
-  silence = setTimeout(() => follow(open, conversations.get(open.id)), SILENT_MS);
+  lookAgain(elsewhere.message.facts.aliveMs + SILENT_MS - Date.now());
+}
+
+function lookAgain(afterMs) {
+  clearTimeout(looking);
+  looking = setTimeout(() => follow(open, conversations.get(open.id)), afterMs);
 }
 
 function showRunning() {
@@ -329,7 +333,7 @@ function follow(before, now) {
   const isOpen = (now ?? before)?.id === open.id;
   if (isOpen && now && grow(now)) return;
   const edit = log.querySelector(".edit textarea");
-  if (isOpen && now && edit) awaitOtherTab(); // Until the edit is closed.
+  if (isOpen && now && edit) lookAgain(KEEP_MS); // Until the edit is closed.
   if (!isOpen || (now && edit)) {
     const isGrowing = before && now && list.isAnswering(before) && list.isAnswering(now);
     if (!isGrowing) showList(list); // Else the list would lose the focus each second.
