@@ -78,15 +78,16 @@ ALERTS = (
         + f" >= {FEWEST_MISSED}",
         "2m",
         "critical",
-        "{{ $value | humanizePercentage }} of the requests to {{ $labels.model }} miss their target for the first token.",
+        "{{ $value | humanizePercentage }} of the calls to {{ $labels.model }} miss their target for the first token.",
         f"""\
 At most {1 - OBJECTIVE:.0%} may miss it. That budget was spent 14.4 times as fast for an hour, or 6 times as fast for six
 hours, and the last minutes are no better. Ten or more missed it in the last hour. Only the server's target counts
 (`--slo-ttft`), not those that clients send.""",
-        "**Time to first token** beside **Time of a request**: is it the queue, or the prompt?",
+        "**Time to first token** beside **Time of a request**: is it the queue, or the prompt? Else `held_ms` in the log.",
         """\
 - The queue: as for PenstockQueueDelay.
-- The prompt: smaller steps (`--slo-itl`), or fewer long prompts beside short ones.""",
+- The prompt: smaller steps (`--slo-itl`), or fewer long prompts beside short ones.
+- An answer that is held back: a faster verifier, judge or check.""",
     ),
     Alert(
         "PenstockPreemptionStorm",
