@@ -501,6 +501,7 @@ def test_a_replica_that_leaves_is_drained_and_others_go_on(pool) -> None:
         wait_until(lambda: made.fleet.num_replicas == 2)
         answers = [pool.submit(text_of, made, prompt) for prompt in PROMPTS[:4]]
         wait_until(lambda: len(flights(made)) == 4 and all(flight.replica for flight in flights(made)))
+        wait_until(lambda: made.replicas["r0"].running.engine.load().num_running)  # else it may have none to drain
         made.replicas["r0"].call(made.replicas["r0"].replica.leave)
         wait_until(lambda: made.replicas["r0"].running.engine.state is EngineState.DRAINING)
         wait_until(lambda: made.fleet.num_replicas == 1)
