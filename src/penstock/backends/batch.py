@@ -34,7 +34,7 @@ def most_scored(program: Program) -> int:
 def check_block_id(block_id: int, capacity: Capacity) -> None:
     """Raise ValueError if requests can't hold the block."""
     if not NULL_BLOCK < block_id < capacity.num_blocks:
-        raise ValueError(f"there is no block {block_id} in a pool of {capacity.num_blocks}, or it is the null block")
+        raise ValueError(f"there is no block {block_id}: requests can hold 1 to {capacity.num_blocks - 1}")
 
 
 def capacity_of(

@@ -160,7 +160,7 @@ def count_ttft(running: RunningModel, terms: Terms, ttft_ns: float) -> None:
         running.metrics.count_ttft(terms.slo_ttft_ns, ttft_ns)
 
 
-def is_our_doing(chunk: OutputChunk) -> bool:
+def _is_our_doing(chunk: OutputChunk) -> bool:
     """Return whether a request failed or timed out."""
     has_timed_out = bool(chunk.reject_reason) and chunk.finish_reason is FinishReason.ABORT
     return has_timed_out or chunk.finish_reason is FinishReason.ERROR
@@ -244,7 +244,7 @@ class RunningCall:
         # Here and not in the engine, since an answer may be held back, or discarded by its route.
         if any(chunk.first_token_ns is not None for chunk in chunks):
             self.ttft_ns = self.running.clock.now_ns() - self.terms.arrival_ns
-        elif any(map(is_our_doing, chunks)):
+        elif any(map(_is_our_doing, chunks)):
             self.ttft_ns = math.inf
         if self.ttft_ns is not None:
             count_ttft(self.running, self.terms, self.ttft_ns)

@@ -73,7 +73,7 @@ class Request:
     call: Sequence[Request] = field(default=(), repr=False)
     """The requests that share its limits of waiting, itself included, until it ends. Empty: it is alone."""
     slo_itl_ns: int | None = None
-    """Target of its inter-token latency, met if 99 % of its gaps are no longer. A miss is counted and has no other effect."""
+    """Target of its inter-token latency: 99 % of its gaps should be no longer. A miss is only counted."""
     tenant: str = ""
     key: str = ""  # name of the client's API key, for metrics
     cache_salt: bytes = b""  # cached prefixes are shared only among requests of the same salt

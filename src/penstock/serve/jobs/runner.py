@@ -82,7 +82,7 @@ _Result = TypeVar("_Result")
 @dataclass(slots=True, eq=False)
 class _Running:
     batch: Batch
-    """As the store has it, except for `errors` and the counts of lines and tokens."""
+    """The batch as stored, with new `errors`. `with_counts` has the present counts."""
     lines: Lines | None = None
     """None until the lines are checked."""
     is_stopped: asyncio.Event = field(default_factory=asyncio.Event)
