@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -37,7 +37,7 @@ from penstock.serve.app import create_app
 from penstock.testing import make_request
 from penstock.types.errors import NotEnoughMemory, Rejected, RejectReason
 from penstock.types.plan import Ticket
-from penstock.types.request import FinishReason
+from penstock.types.request import FinishReason, Request
 from penstock.types.result import StepResult
 from support.deployments import deployment_of
 from support.parity.encoder_cases import ENCODERS, write_encoder
@@ -473,6 +473,28 @@ def test_a_setting_that_is_none_is_refused_with_the_page_of_all(path: Path, sett
 def test_settings_reach_the_engine(path: Path) -> None:
     with LLM(path, max_model_len="100", policy="fair", block_size=8, **SETTINGS) as model:
         assert (model.model_name, model.max_model_len) == ("tiny", 100)
+
+
+class LastComeFirst:
+    asked: ClassVar[list[str]] = []
+
+    def key(self, request: Request, now_ns: int) -> tuple[float, ...]:
+        self.asked.append(request.request_id)
+        return (-request.arrival_ns,)
+
+
+def test_a_policy_may_be_a_class(path: Path) -> None:
+    with LLM(path, policy=LastComeFirst, **SETTINGS) as model:
+        model.generate("in the", GREEDY)
+    assert LastComeFirst.asked
+
+
+def test_a_class_that_no_name_finds_is_refused(path: Path) -> None:
+    class Local(LastComeFirst):
+        pass
+
+    with pytest.raises(PenstockError, match=r"was not found: .*test_llm has no class .*Local"):
+        LLM(path, policy=Local, **SETTINGS)
 
 
 def test_a_closed_model_says_so_and_frees_its_threads(path: Path) -> None:

@@ -137,6 +137,8 @@ class Setting:
             return _as_table(raw)
         if self.kind in _PARSERS:
             return self._as_number(raw)
+        if self.takes_class and isinstance(raw, type):  # from Python
+            return f"{raw.__module__}:{raw.__qualname__}"
         if not isinstance(raw, str):
             raise ValueError(f"{raw!r} is {_toml_type(raw)}, not text")
         return raw
