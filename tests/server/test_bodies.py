@@ -321,6 +321,8 @@ REMEDIES = [
     (CompletionBody, prompt(grammar="a"), "grammar", "'structured_outputs': {'grammar': ...}"),
     (CompletionBody, {"messages": [HI]}, "messages", "/v1/chat/completions"),
     (ChatCompletionBody, {"messages": [HI], "json_schema": {}}, "json_schema", "'structured_outputs': {'json': ...}"),
+    (ChatCompletionBody, {"messages": [HI], "regex": "a+"}, "regex", "'structured_outputs': {'regex': ...}"),
+    (CompletionBody, prompt(ebnf="a"), "ebnf", "'structured_outputs': {'grammar': ...}"),
     (ChatCompletionBody, prompt(), "prompt", "/v1/completions"),
     (ChatCompletionBody, {"messages": [HI], "tools": [{"name": "now"}]}, "tools[0].name", SHAPE),
     (ChatCompletionBody, {"messages": [HI], "tools": [{"type": "function", "name": "now"}]}, "tools[0].name", SHAPE),

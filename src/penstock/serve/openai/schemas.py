@@ -105,14 +105,16 @@ class ResponseFormat(Body):
     format: Schema | None = None
 
 
-LLAMA_REMEDIES: Mapping[str, str] = MappingProxyType(
+REMEDIES: Mapping[str, str] = MappingProxyType(
     {
         "n_predict": "Send 'max_tokens'.",
         "grammar": "Send it as 'structured_outputs': {'grammar': ...}.",
         "json_schema": "Send it as 'structured_outputs': {'json': ...}, or in 'response_format'.",
+        "regex": "Send it as 'structured_outputs': {'regex': ...}.",
+        "ebnf": "Send it as 'structured_outputs': {'grammar': ...}.",
     }
 )
-"""Fields of llama.cpp's own routes -> what to send here instead."""
+"""Fields of llama.cpp's own routes, and SGLang's -> what to send here instead."""
 
 
 @has_unread(
@@ -128,7 +130,7 @@ LLAMA_REMEDIES: Mapping[str, str] = MappingProxyType(
 class GenerationBody(GenerationFields):
     """Fields common to completions and chats. Null is the same as absent."""
 
-    remedies = LLAMA_REMEDIES
+    remedies = REMEDIES
 
     model: str | None = None
     stream: bool | None = None
@@ -168,7 +170,7 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
     remedies: ClassVar[Mapping[str, str]] = {
-        **LLAMA_REMEDIES,
+        **REMEDIES,
         "max_completion_tokens": "Send 'max_tokens'.",
         "messages": "Messages go to /v1/chat/completions; this route takes a 'prompt'.",
     }
@@ -196,7 +198,7 @@ class ChatCompletionBody(ChatTemplateFields, GenerationBody):
     """`POST /v1/chat/completions`."""
 
     remedies: ClassVar[Mapping[str, str]] = {
-        **LLAMA_REMEDIES,
+        **REMEDIES,
         "prompt": "A prompt goes to /v1/completions; this route takes 'messages'.",
     }
 
