@@ -497,6 +497,18 @@ def test_a_class_that_no_name_finds_is_refused(path: Path) -> None:
         LLM(path, policy=Local, **SETTINGS)
 
 
+def test_all_threads_of_the_tokenizer_start_with_the_model(path: Path) -> None:
+    code = f"""
+import os
+from penstock import LLM
+with LLM({str(path)!r}, **{SETTINGS!r}) as model:
+    before = os.listdir("/proc/self/task")
+    model.num_tokens("the")
+    assert set(os.listdir("/proc/self/task")) <= set(before)
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
 def test_a_closed_model_says_so_and_frees_its_threads(path: Path) -> None:
     before = threading.active_count()
     model = LLM(path, **SETTINGS)

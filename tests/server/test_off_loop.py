@@ -416,6 +416,23 @@ async def rendering(pool, tenant, works):
     return tasks
 
 
+@pytest.mark.parametrize("number", [1, 2])
+async def test_a_thread_that_is_refused_costs_one_request(number, pool, monkeypatch):
+    start, asked = threading.Thread.start, []
+
+    def start_unless_refused(thread: threading.Thread) -> None:
+        asked.append(thread)
+        if len(asked) == number:
+            raise RuntimeError("can't start new thread")  # as at the limit of a container's processes
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_refused)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        await pool.compile("a", 1, lambda: 1)
+    answers = await asyncio.wait_for(asyncio.gather(*[pool.compile("a", 1, partial(int, one)) for one in range(3)]), 20)
+    assert answers == [0, 1, 2]
+
+
 async def test_templates_have_a_line_of_their_own_and_wait_no_longer_than_told(pool, held, monkeypatch):
     tasks = await rendering(pool, "a", [held] * 5)
     await until(lambda: held.num_begun == 1)

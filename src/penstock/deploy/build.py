@@ -154,6 +154,7 @@ def load_text(asked: str | None, model: LoadedModel) -> tuple[Tokenizer, ChatTem
     from penstock.text.chat import MAX_NAMES, ChatTemplate, choose_chat_template
 
     tokenizer = tokenizer_of(model)
+    tokenizer.encode("a", add_special_tokens=False)  # starts the library's threads, which it tries once in a process
     if model.encoder is not None:
         return tokenizer, None
     named = model.chat_templates

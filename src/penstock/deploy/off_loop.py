@@ -193,8 +193,9 @@ class FairLine:
 
     def __init__(self, num_threads: int, name: str, *, max_jobs: int, keeps_results: bool = False) -> None:
         """`max_jobs` limits each tenant's waiting jobs. `keeps_results`: `close` lets running jobs end."""
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
-        self._num_threads = num_threads
+        self._pool: ThreadPoolExecutor | None = None
+        """Has all its threads. None until the first job."""
+        self._num_threads, self._name = num_threads, name
         self._max_jobs = max_jobs
         self._keeps_results = keeps_results
         self._size = 0
@@ -211,6 +212,7 @@ class FairLine:
         """Queue a job for the tenant, or share an unfinished job with this key. Return None if the queue or the line is full.
 
         An empty queue takes a job of any size that the line has room for, and an empty line any. A batch's queue is never full.
+        Raises RuntimeError if the system refuses the line's threads, for which the first job asks. The next job asks again.
         """
         with self._lock:
             shared = self._shared.get(key)
@@ -220,6 +222,8 @@ class FairLine:
             if self._is_closed:
                 job.done.cancel()
                 return job
+            if self._pool is None:
+                self._pool = _pool_with_threads(self._num_threads, self._name)
             jobs = self._queues.get(tenant, {})
             if job not in jobs:
                 if not _is_background(tenant):
@@ -257,7 +261,8 @@ class FairLine:
             for job in jobs:
                 job.waiting.clear()
                 job.done.cancel()
-        self._pool.shutdown(wait=False)
+        if self._pool is not None:
+            self._pool.shutdown(wait=False)
 
     def _is_full(self, jobs: Collection[Job], size: int) -> bool:
         if self._size and self._size + size > MAX_FULL_QUEUES * MAX_SIZE_IN_FLIGHT:
@@ -266,6 +271,7 @@ class FairLine:
 
     def _begin(self) -> None:
         """Start waiting jobs on idle threads. The caller holds the lock."""
+        assert self._pool is not None, "made for the first job"
         while len(self._at_work) < self._num_threads:
             tenant = next((tenant for tenant in self._queues if tenant not in self._at_work), None)
             if tenant is None:
@@ -300,3 +306,17 @@ class FairLine:
             else:
                 job.done.set_exception(error)
         del job, error, result  # breaks a reference cycle
+
+
+def _pool_with_threads(num_threads: int, name: str) -> ThreadPoolExecutor:
+    """Return a pool whose threads all run. Raises RuntimeError if one is refused, which later would leave its job undone."""
+    pool = ThreadPoolExecutor(num_threads, thread_name_prefix=f"penstock-{name}")
+    all_run = threading.Barrier(num_threads)  # until then none is idle, so the pool starts another
+    try:
+        for _ in range(num_threads):
+            pool.submit(all_run.wait)
+    except RuntimeError:
+        all_run.abort()
+        pool.shutdown(wait=False)
+        raise
+    return pool
