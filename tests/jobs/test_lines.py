@@ -387,6 +387,28 @@ def test_lines_that_can_not_be_opened_leave_nothing_open(tmp_path):
     assert open_files() == before
 
 
+@pytest.mark.parametrize("name", ["out", "err"])
+def test_answers_that_are_lost_are_noticed(tmp_path, name):
+    prepared(tmp_path, line("a") + b"\n" + line("b"))
+    lines = opened(tmp_path)
+    lines.write([answer_to(one, is_error=index == 1) for index, one in enumerate(all_lines(lines))])
+    lines.close()
+    (tmp_path / name).write_bytes(b"")  # as of a backup that was made before
+    with pytest.raises(BadLines, match="shorter than what was written"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize("table", ["progress", "lines"])
+def test_a_database_without_a_table_is_noticed(tmp_path, table):
+    prepared(tmp_path, line())
+    with closing(sqlite3.connect(tmp_path / "base")) as base:
+        base.execute(f"DROP TABLE {table}")
+    before = open_files()
+    with pytest.raises(BadLines, match=f"is damaged: no such table: {table}"):
+        opened(tmp_path)
+    assert open_files() == before
+
+
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_write_that_fails_loses_nothing(tmp_path, code):
     """The disk fails at each of the writes, one after another; then the answers are written again."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sqlite3
 from contextlib import closing
@@ -310,7 +311,7 @@ def test_two_processes_can_not_have_one_folder(store):
     again(store).close()
 
 
-@pytest.mark.parametrize("damage", ["format", "no database", "a file", "unreadable"])
+@pytest.mark.parametrize("damage", ["format", "no database", "empty", "gone", "a file", "unreadable"])
 def test_a_folder_that_can_not_be_used_is_refused_and_left_alone(tmp_path, damage):
     folder = tmp_path / "jobs"
     if damage == "a file":
@@ -325,6 +326,10 @@ def test_a_folder_that_can_not_be_used_is_refused_and_left_alone(tmp_path, damag
         base.close()
     elif damage == "no database":
         (folder / "jobs.db").write_bytes(b"a poem" * 1000)
+    elif damage == "empty":
+        (folder / "jobs.db").write_bytes(b"")
+    elif damage == "gone":
+        (folder / "jobs.db").unlink()
     elif damage == "unreadable":
         (folder / "jobs.db").unlink()
         (folder / "jobs.db").mkdir()
@@ -333,6 +338,19 @@ def test_a_folder_that_can_not_be_used_is_refused_and_left_alone(tmp_path, damag
         Store(folder, max_bytes=1)
     assert open_files() == before
     assert damage == "a file" or content.exists()
+
+
+@pytest.mark.parametrize("change", [{"of_a_newer_version": 1}, {"url": None}])
+def test_a_record_that_can_not_be_read_is_told(store, change):
+    store.create(batch_of(uploaded(store)))
+    store.close()
+    with closing(sqlite3.connect(store.folder / "jobs.db")) as base:
+        (record,) = base.execute("SELECT record FROM batches").fetchone()
+        changed = {key: value for key, value in (json.loads(record) | change).items() if value is not None}
+        base.execute("UPDATE batches SET record = ?", (json.dumps(changed).encode(),))
+        base.commit()
+    with pytest.raises(ConfigError, match=r"jobs\.db has a record .* damaged or a newer version .*Restore"):
+        again(store)
 
 
 def test_nothing_stays_open_or_beside_the_database(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from penstock.serve.own_requests import Answered, OwnRequests
 from penstock.serve.responses import durable, store
 from penstock.serve.responses.store import MemoryStore
 from penstock.testing import HashExecutor
+from penstock.types.errors import ConfigError
 from support.server.harness import CAPACITY, PRINTABLE_MODEL, GatedExecutor, LiveServer, fixed_sources, make_runtime, wait_until
 from support.server.responses import ASK, PATH
 
@@ -170,6 +172,18 @@ def test_records_without_headers_are_read(config: ServerConfig) -> None:
     with serving(config) as server:
         assert ended(server, response_id)["status"] == "incomplete"
     server.runtime.close()
+
+
+def test_a_record_that_was_cut_is_told(config: ServerConfig) -> None:
+    with serving(config) as server:
+        post(server)
+    server.runtime.close()
+    with sqlite3.connect(f"{config.jobs_dir}/jobs.db") as base:
+        base.execute("UPDATE responses SET record = substr(record, 1, 9)")
+    base.close()
+    told = pytest.raises(ConfigError, match=r"jobs\.db has a record .* damaged or a newer version")
+    with closing(Store(Path(str(config.jobs_dir)), max_bytes=1000)) as folder, told:
+        durable.ResponseDisk(folder).read()
 
 
 def test_as_many_as_may_run_go_on(config: ServerConfig, monkeypatch) -> None:

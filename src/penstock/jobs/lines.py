@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock import fast_json
-from penstock.disk import remove, sync
+from penstock.disk import remove, size_of, sync
 from penstock.jobs.order import prefix_key
 
 MAX_LINES = 50_000_000
@@ -285,6 +285,7 @@ class Lines:
     """The lines of a batch that was prepared. Any thread may call its methods, which raise sqlite3.Error and OSError."""
 
     def __init__(self, path: Path, source: Path, output: Path, errors: Path) -> None:
+        """Open the files. Raises BadLines, also if the database or a file of answers has lost what was written to it."""
         _check_there(source)
         self._guard = threading.Lock()
         with ExitStack() as opened:
@@ -294,14 +295,25 @@ class Lines:
             self._base.execute("PRAGMA cache_size = -2048")
             self._base.execute(_ASKED)
             self._base.execute("UPDATE asked SET num_failures = num_failures + 1, is_under_way = 0 WHERE is_under_way")
-            *counts, usage = self._base.execute("SELECT * FROM progress").fetchone()
-            self.progress = Progress._make([*counts, fast_json.loads(usage)])
+            self.progress = self._read_progress()
             self._source = opened.enter_context(source.open("rb"))
             self._source_state = self._state_of_source()
             self._output, self._errors = [opened.enter_context(_opened(one)) for one in (output, errors)]
             sync(output.parent)
+            if size_of(output) < self.progress.num_output_bytes or size_of(errors) < self.progress.num_error_bytes:
+                raise BadLines([_error(None, "answers_lost", "A file of answers is shorter than what was written to it.")])
             self._cut()
             self._opened = opened.pop_all()
+
+    def _read_progress(self) -> Progress:
+        try:
+            self._base.execute("SELECT place, start, size FROM lines LIMIT 0")
+            *counts, usage = self._base.execute("SELECT * FROM progress").fetchone()
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:  # such as a full disk, which is tried again
+                raise
+            raise BadLines([_error(None, "progress_lost", f"The batch's database is damaged: {error}.")]) from None
+        return Progress._make([*counts, fast_json.loads(usage)])
 
     def _state_of_source(self) -> tuple[int, int]:
         state = os.fstat(self._source.fileno())

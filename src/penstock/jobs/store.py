@@ -47,6 +47,7 @@ MAX_EVENTS = 10_000
 
 _MAKE_ROOM = "Delete files or message batches."
 _ANOTHER = "Name another folder (--jobs-dir, --output)."
+_RESTORE = "Restore the database from a backup, or name another folder (--jobs-dir, --output)."
 _FREE_SPACE = "Free some space, or name another folder (--jobs-dir, --output)."
 _FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
 """SQLite's errors when the disk is full: of a write, and of an open."""
@@ -167,6 +168,12 @@ def new_id(kind: str) -> str:
     return f"{kind}{uuid.uuid4().hex}"
 
 
+def unreadable(folder: Path, error: Exception) -> ConfigError:
+    """Return the error of a record in the database that can't be read."""
+    cause = f"{folder / 'jobs.db'} has a record that can't be read, because it is damaged or a newer version wrote it: {error}."
+    return ConfigError(cause, remedy=_RESTORE)
+
+
 def discard(folder: Path) -> None:
     """Delete what a closed store has made in its folder, the database last, and the folder if nothing else is there."""
     for part in (folder / "files", folder / "lines"):
@@ -203,6 +210,9 @@ class Store:
                 (found,) = base.execute("PRAGMA user_version").fetchone()
                 if found not in (0, FORMAT):
                     raise ConfigError(f"{folder} has jobs of format {found}, not {FORMAT}.", remedy=_ANOTHER)
+                if not found and any(_OURS.fullmatch(path.name) for path in self._files.iterdir()):
+                    cause = f"{folder / 'jobs.db'} is empty or new, but {self._files} has files of jobs."
+                    raise ConfigError(cause, remedy=_RESTORE)
                 (folder / "jobs.db").chmod(0o600)  # the folder may be open to others
                 base.execute("PRAGMA journal_mode = WAL")
                 base.execute("PRAGMA synchronous = FULL")
@@ -218,6 +228,8 @@ class Store:
                 is_full = getattr(error, "errno", 0) in DISK_FULL or getattr(error, "sqlite_errorcode", 0) in _FULL
                 remedy = _FREE_SPACE if is_full else _ANOTHER
                 raise ConfigError(f"The folder of jobs {folder} can't be used: {error}.", remedy=remedy) from None
+            except (TypeError, ValueError, LookupError) as error:
+                raise unreadable(folder, error) from None
             self._opened = opened.pop_all()
 
     def close(self) -> None:

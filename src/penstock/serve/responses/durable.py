@@ -12,7 +12,7 @@ import time
 
 import msgspec
 
-from penstock.jobs.store import Store
+from penstock.jobs.store import Store, unreadable
 from penstock.serve.responses.kept import Headers, Kept, Key
 from penstock.serve.responses.read import Past
 from penstock.types.request import Owner
@@ -38,12 +38,18 @@ class ResponseDisk:
         self._writing: asyncio.Task[None] | None = None
 
     def read(self) -> list[tuple[Kept, float]]:
-        """Return the responses of earlier processes, and the seconds since the last use of each, least recent first."""
+        """Return the responses of earlier processes, and the seconds since the last use of each, least recent first.
+
+        Raises ConfigError for a damaged one.
+        """
         now_s = time.time()
-        return [
-            (_decode(owner, response_id, record), max(now_s - used_s, 0.0))
-            for owner, response_id, record, used_s in self._store.responses()
-        ]
+        try:
+            return [
+                (_decode(owner, response_id, record), max(now_s - used_s, 0.0))
+                for owner, response_id, record, used_s in self._store.responses()
+            ]
+        except msgspec.DecodeError as error:
+            raise unreadable(self._store.folder, error) from None
 
     def note_use(self, key: Key) -> None:
         """Write the time of a use together with the next change."""
