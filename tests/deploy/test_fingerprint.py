@@ -14,6 +14,8 @@ import pytest
 from penstock.config import BackendConfig, Config, KvConfig
 from penstock.deploy.fingerprint import kv_fingerprint, system_fingerprint
 from penstock.deploy.resolve import decide
+from penstock.models import architectures
+from penstock.models.architectures import describe
 from penstock.types.model_spec import ModelSpec, Pooling, Rotation, TextEnding, spec_of_equal_layers
 from penstock.types.plan import Capacity
 from penstock.types.sampling import SamplingDefaults
@@ -92,6 +94,9 @@ def test_a_server_finds_the_kv_that_it_would_compute(tmp_path: Path, monkeypatch
     assert fingerprint(model, num_positions=300, spec=without) == fingerprint(model, spec=without)
     turned = replace(SPEC.layers[0].attention, rotation=Rotation(inv_freq=(1.0,) * 8))
     assert fingerprint(model, spec=SPEC.with_attention(lambda layer, attention: turned)) != own
+    with monkeypatch.context() as patched:
+        patched.setattr(architectures, "describe", lambda spec: replace(describe(spec), ops=describe(spec).ops[:-1]))
+        assert fingerprint(model) != own
     model.write_bytes(b"others!")
     assert fingerprint(model) != own
 

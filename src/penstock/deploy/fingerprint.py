@@ -20,9 +20,11 @@ def kv_fingerprint(compute: Compute, model: LoadedModel, executor: Executor, mer
 
     `merged`: the adapters that are merged into the weights. Raises OSError if the model's files can't be read.
     """
+    from penstock.models.architectures import describe
     from penstock.models.load import fingerprint
 
     parts = [*_numbers(compute, model, executor), *_merged(merged, has_times=True), executor.block_bytes]
+    parts.append(describe(model.spec))  # other code of the same version may compute other keys
     return blake2b(repr(parts).encode(), digest_size=32, key=fingerprint(model.path)).digest()
 
 
