@@ -14,11 +14,10 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.clock import Clock, WallClock
@@ -148,8 +147,13 @@ class Deployment:
 
     def knows(self, name: str) -> bool:
         """Return whether a model, route, pipeline, upstream or adapter has this name. May read the folders of adapters."""
-        is_known = self.is_taken(name) or name in self.upstreams or self.adapter_owner(name) is not None
-        return is_known or any(self._in_folders(name))
+        if self.is_taken(name) or name in self.upstreams or self.adapter_owner(name) is not None:
+            return True
+        for one in self.served:
+            with contextlib.suppress(OSError):
+                if one.adapters is not None and one.adapters.look_up(name) is not None:
+                    return True
+        return False
 
     def _owner_of_adapter(self, name: str, model: ServedModel) -> ServedModel | None:
         """Return the model with an adapter that has the name of `model`, a model in the models' folder, or None.
@@ -160,15 +164,12 @@ class Deployment:
             return None
         if (owner := self.adapter_owner(name)) is not None:
             return owner
-        own = model.path.resolve()
-        return next((one for one, path in self._in_folders(name) if path.resolve() != own), None)
-
-    def _in_folders(self, name: str) -> Iterator[tuple[ServedModel, Path]]:
-        """Yield each model with an adapter of this name in its folder on disk, and the adapter's path."""
         for one in self.served:
             with contextlib.suppress(OSError):  # an adapter that can't be read does not answer either
-                if one.adapters is not None and (path := one.adapters.look_up(name)) is not None:
-                    yield one, path
+                path = None if one.adapters is None else one.adapters.look_up(name)
+                if path is not None and path.resolve() != model.path.resolve():
+                    return one
+        return None
 
     def start(self, at_once: Sequence[ServedModel] = ()) -> None:
         """Load the models `at_once`, as far as they fit beside each other, and start the keeper.
