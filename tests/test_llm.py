@@ -484,17 +484,20 @@ class LastComeFirst:
 
 
 def test_a_policy_may_be_a_class(path: Path) -> None:
+    LastComeFirst.asked.clear()
     with LLM(path, policy=LastComeFirst, **SETTINGS) as model:
         model.generate("in the", GREEDY)
     assert LastComeFirst.asked
 
 
-def test_a_class_that_no_name_finds_is_refused(path: Path) -> None:
+def test_a_class_that_its_name_does_not_find_is_refused(path: Path) -> None:
     class Local(LastComeFirst):
         pass
 
-    with pytest.raises(PenstockError, match=r"was not found: .*test_llm has no class .*Local"):
-        LLM(path, policy=Local, **SETTINGS)
+    defined_before = type("LastComeFirst", (), {"__module__": __name__})
+    for policy in (Local, defined_before):
+        with pytest.raises(PenstockError, match=r"policy: .* can't be found by its name: define it once"):
+            LLM(path, policy=policy, **SETTINGS)
 
 
 def test_all_threads_of_the_tokenizer_start_with_the_model(path: Path) -> None:

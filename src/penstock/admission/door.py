@@ -36,7 +36,7 @@ NEW_SHARE = 0.8
 
 _UNAVAILABLE_DETAILS = {
     RejectReason.DRAINING: "the model is being unloaded, or the server is shutting down",
-    RejectReason.UNAVAILABLE: "no engine that could answer is running; the server's log says why",
+    RejectReason.UNAVAILABLE: "no engine is running that could answer",
 }
 _KEEPS_PLACES = (RejectReason.QUEUE_FULL, RejectReason.QUEUE_DELAY, RejectReason.KV_HEADROOM)
 """Refusals after which a place is kept for the call's return."""

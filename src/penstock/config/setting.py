@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -138,7 +139,7 @@ class Setting:
         if self.kind in _PARSERS:
             return self._as_number(raw)
         if self.takes_class and isinstance(raw, type):  # from Python
-            return f"{raw.__module__}:{raw.__qualname__}"
+            return _name_of(raw)
         if not isinstance(raw, str):
             raise ValueError(f"{raw!r} is {_toml_type(raw)}, not text")
         return raw
@@ -197,6 +198,16 @@ class Component:
                     item.check(entry)
                 except ValueError as error:
                     raise ConfigError(f"{item.key}: {error}.") from None
+
+
+def _name_of(kind: type) -> str:
+    """Return `module:Class`. Raises ValueError if that name does not find the class, such as one that was defined again."""
+    found: object = sys.modules.get(kind.__module__)
+    for part in kind.__qualname__.split("."):
+        found = getattr(found, part, None)
+    if found is not kind:
+        raise ValueError(f"{kind!r} can't be found by its name: define it once, at the top of a module")
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def _as_bool(raw: object) -> bool:

@@ -73,6 +73,6 @@ class Outbox:
             chunk.finish_reason, chunk.reject_reason = FinishReason.REJECTED, reason.value
             chunk.detail = "its model was unloaded, or the server is shutting down"
             if reason is not RejectReason.DRAINING:
-                chunk.detail = "the engine is not running"
+                chunk.detail = "no engine is running that could answer"
             chunks.append(chunk)
         self.deliver(chunks)

@@ -114,7 +114,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "ebnf": "Send it as 'structured_outputs': {'grammar': ...}.",
     }
 )
-"""Fields of llama.cpp's own routes, and SGLang's -> what to send here instead."""
+"""Fields of llama.cpp's own routes and of SGLang -> what to send here instead."""
 
 
 @has_unread(
