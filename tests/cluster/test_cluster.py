@@ -971,7 +971,9 @@ def test_a_suspect_waits_until_the_one_before_has_made_progress(pool, monkeypatc
         assert [answer.result(60) for answer in answers] == [oracle(prompt, max_tokens=40) for prompt in PROMPTS[:2]]
 
 
-@pytest.mark.parametrize(("why", "status"), [(ENGINE_FAILED, 500), (ENGINE_STUCK, 500), ("the engine is not running", 503)])
+@pytest.mark.parametrize(
+    ("why", "status"), [(ENGINE_FAILED, 500), (ENGINE_STUCK, 500), ("no engine is running that could answer", 503)]
+)
 def test_refusals_do_not_go_round_for_ever_and_blame_only_a_request_that_engines_failed_with(why: str, status: int) -> None:
     with cluster(num_replicas=2) as made:
         wait_until(lambda: made.fleet.num_replicas == 2)
@@ -994,13 +996,13 @@ def test_a_request_that_a_replica_refused_goes_to_another_although_the_first_one
 def test_a_request_that_one_engine_failed_with_is_not_retried_after_refusals() -> None:
     with cluster(num_replicas=1) as made:
         replica, causes = made.replicas["r0"].replica, iter([ENGINE_FAILED])
-        replica._take = lambda submit: refuse(replica, submit, next(causes, "the engine is not running"))
+        replica._take = lambda submit: refuse(replica, submit, next(causes, "no engine is running that could answer"))
         response = post(made, PROMPTS[0])
         assert response.status_code == 500
         assert "3 replicas refused it" in response.text
 
 
-def refuse(replica: Replica, submit: Submit, why: str = "the engine is not running") -> None:
+def refuse(replica: Replica, submit: Submit, why: str = "no engine is running that could answer") -> None:
     for work in submit.works:
         request = request_of(work, submit.prompt_token_ids, 0)
         replica._refuse(request, FinishReason.ERROR, why, "unavailable")

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from penstock import fast_json
-from penstock.disk import remove, size_of, sync
+from penstock.disk import remove, sync
 from penstock.jobs.order import prefix_key
 
 MAX_LINES = 50_000_000
@@ -300,7 +300,8 @@ class Lines:
             self._source_state = self._state_of_source()
             self._output, self._errors = [opened.enter_context(_opened(one)) for one in (output, errors)]
             sync(output.parent)
-            if size_of(output) < self.progress.num_output_bytes or size_of(errors) < self.progress.num_error_bytes:
+            sizes = [os.fstat(one.fileno()).st_size for one in (self._output, self._errors)]
+            if sizes[0] < self.progress.num_output_bytes or sizes[1] < self.progress.num_error_bytes:
                 raise BadLines([_error(None, "answers_lost", "A file of answers is shorter than what was written to it.")])
             self._cut()
             self._opened = opened.pop_all()

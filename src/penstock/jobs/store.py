@@ -228,8 +228,6 @@ class Store:
                 is_full = getattr(error, "errno", 0) in DISK_FULL or getattr(error, "sqlite_errorcode", 0) in _FULL
                 remedy = _FREE_SPACE if is_full else _ANOTHER
                 raise ConfigError(f"The folder of jobs {folder} can't be used: {error}.", remedy=remedy) from None
-            except (TypeError, ValueError, LookupError) as error:
-                raise unreadable(folder, error) from None
             self._opened = opened.pop_all()
 
     def close(self) -> None:
@@ -241,7 +239,7 @@ class Store:
         unfinished = self.unfinished()
         read = {batch.input_file for batch in unfinished}
         for row in self._base.execute("SELECT * FROM batches"):
-            batch = _batch(row)
+            batch = self._batch(row)
             read.update((batch.output_file, batch.error_file))
         there = {path.name for path in self._files.iterdir()}
         files = self._base.execute("SELECT id, purpose FROM files").fetchall()
@@ -306,7 +304,7 @@ class Store:
         """Return the unfinished batches of an owner's key."""
         query = f"SELECT * FROM batches WHERE {_OF_KEY} AND NOT is_ended"  # noqa: S608 (no word is a client's)
         with self._guard:
-            return [_batch(row) for row in self._base.execute(query, _bounds(owner))]
+            return [self._batch(row) for row in self._base.execute(query, _bounds(owner))]
 
     def _check_number(self, owner: Owner) -> None:
         num, _ = self._sums(owner)
@@ -443,16 +441,23 @@ class Store:
             row = self._base.execute(
                 "SELECT * FROM batches WHERE id = ? AND owner = ? AND kind = ?", (batch_id, _text(owner), kind)
             ).fetchone()
-        return None if row is None else _batch(row)
+        return None if row is None else self._batch(row)
 
     def batches(self, owner: Owner, kind: str, *, after: str | None = None, limit: int, ascending: bool = False) -> list[Batch]:
         """Return batches of an owner, as `files`."""
         values = [_text(owner), kind]
-        return [_batch(row) for row in self._page("batches", "owner = ? AND kind = ?", values, after, limit, ascending)]
+        return [self._batch(row) for row in self._page("batches", "owner = ? AND kind = ?", values, after, limit, ascending)]
 
     def unfinished(self) -> list[Batch]:
         with self._guard:
-            return [_batch(row) for row in self._base.execute("SELECT * FROM batches WHERE NOT is_ended ORDER BY number")]
+            return [self._batch(row) for row in self._base.execute("SELECT * FROM batches WHERE NOT is_ended ORDER BY number")]
+
+    def _batch(self, row: Sequence[Any]) -> Batch:
+        _, batch_id, owner, kind, _, record = row
+        try:
+            return Batch(id=batch_id, owner=_owner(owner), kind=kind, **fast_json.loads(record))
+        except (TypeError, ValueError) as error:
+            raise unreadable(self.folder, error) from None
 
     def delete_batch(self, batch: Batch) -> None:
         with self._guard:
@@ -580,8 +585,3 @@ def _owner(text: str) -> Owner:
 def _file(row: Sequence[Any]) -> File:
     _, file_id, owner, *rest = row
     return File(file_id, _owner(owner), *rest)
-
-
-def _batch(row: Sequence[Any]) -> Batch:
-    _, batch_id, owner, kind, _, record = row
-    return Batch(id=batch_id, owner=_owner(owner), kind=kind, **fast_json.loads(record))
