@@ -402,6 +402,14 @@ def test_admission_is_the_servers(simulate: Simulate) -> None:
     assert ": 60 ok." in simulate(*words, "--max-queue", "3", "--returns", "1000")
 
 
+def test_without_one_success_the_exit_code_is_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", *SMALL, "--max-model-len", "16", "--json", "r.json"])
+    assert ended.value.code == 1
+    assert json.loads((tmp_path / "r.json").read_text())["runs"]
+
+
 def test_files_are_written(simulate: Simulate, tmp_path: Path) -> None:
     simulate(*SMALL, "--html", "out.html")
     page = (tmp_path / "out.html").read_text()

@@ -62,6 +62,13 @@ def test_a_csv_may_begin_as_programs_write_it(file: Path, prefix: str) -> None:
     assert len(read_workload(file).jobs) == 2
 
 
+@pytest.mark.parametrize("comma", [",", ", "])
+def test_the_names_of_a_csvs_columns_may_be_quoted(file: Path, comma: str) -> None:
+    header, *rows = AZURE.splitlines(keepends=True)
+    file.write_text("".join([comma.join(f'"{name}"' for name in header.strip().split(",")), "\n", *rows]))
+    assert len(read_workload(file).jobs) == 2
+
+
 def test_azure_rows_out_of_order_are_put_in_order(file: Path) -> None:
     file.write_text(AZURE + "2023-11-16 18:15:45.6805900,9,9\n")
     assert [(job.arrival_ns, job.num_prompt_tokens) for job in read_workload(file).jobs] == [

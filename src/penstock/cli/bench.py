@@ -193,7 +193,7 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
     """
     from penstock.lab.figures import parse_slos
     from penstock.lab.report import as_text, sections_of
-    from penstock.lab.results import Result, write_result
+    from penstock.lab.results import Result, any_ok, write_result
 
     warn_of_unknown_variables()
     slos, loads = parse_slos(values["slo"]), _loads(choice, values)
@@ -220,7 +220,7 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
                 bench_results.write_files(result, html=values["html_file"], folder=values["plots"])
     if is_interrupted:
         sys.exit(130)
-    if not any(run.samples.is_ok.any() for run in runs):
+    if not any_ok(runs):
         sys.exit(1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from datetime import UTC, datetime
@@ -142,7 +143,7 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
     from penstock.lab.cost_files import cost_of_option
     from penstock.lab.figures import Samples, parse_slos
     from penstock.lab.pacing import Pace
-    from penstock.lab.results import AskedTarget, Result, Run, load_of, write_result
+    from penstock.lab.results import AskedTarget, Result, Run, any_ok, load_of, write_result
 
     context = click.get_current_context()
     if values["route"] is not None:
@@ -205,6 +206,8 @@ def simulate(choice: WorkloadChoice, vary: tuple[str, ...], without: str | None,
         write_text(values["html"], report.as_html(f"Penstock simulate: {runs[0].workload}", sections, drawn))
     if values["plots"] is not None:
         write_plots(values["plots"], [*plots.plots_of(result), *simulation_report.plots_of(simulated)])
+    if not any_ok(runs):
+        sys.exit(1)
 
 
 def _check(runs: Sequence[Mapping[str, Any]], compared: Collection[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
@@ -69,7 +70,7 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
     from penstock.lab.distant import Distant
     from penstock.lab.figures import Samples, parse_slos
     from penstock.lab.pacing import Pace
-    from penstock.lab.results import AskedTarget, Result, Run, load_of, write_result
+    from penstock.lab.results import AskedTarget, Result, Run, any_ok, load_of, write_result
     from penstock.lab.simulation_report import warnings_of
     from penstock.lab.workload import Job, Workload
     from penstock.routes.scores import read_scores
@@ -143,6 +144,8 @@ def simulate_route(choice: WorkloadChoice, given: Mapping[str, Json], values: Ma
         write_result(result, values["json_file"])
     if values["html"] is not None:
         write_text(values["html"], report.as_html(f"Penstock simulate: {values['route']}", sections, []))
+    if not any_ok(runs):
+        sys.exit(1)
 
 
 def _is_of_simulation(name: str) -> bool:

@@ -7,7 +7,7 @@ figures are for other programs; `result_files` reads only the columns and the hi
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -108,6 +108,10 @@ class Result:
     runs: Sequence[Run]
     machine: Machine = field(default_factory=this_machine)
     made_by: str = f"penstock {__version__}"
+
+
+def any_ok(runs: Iterable[Run]) -> bool:
+    return any(run.samples.is_ok.any() for run in runs)
 
 
 def write_result(result: Result, path: Path) -> None:

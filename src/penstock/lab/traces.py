@@ -140,7 +140,7 @@ def _format_of(path: Path, lines: Lines) -> Literal["azure", "mooncake", "prompt
     if is_recording(path):
         return "recording"
     text = next(iter(lines), "")
-    columns = {column.strip() for column in text.split(",")}
+    columns = {column.strip(' "') for column in text.split(",")}
     first = _object(lines, text) if text.startswith("{") else {}
     if {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= columns:
         return "azure"
@@ -179,7 +179,7 @@ def estimate_tokens(text: str) -> int:
 
 def _azure(lines: Lines) -> Iterator[Job]:
     rows = _fields(lines)
-    columns = [column.strip() for column in next(rows)]
+    columns = [column.strip(' "') for column in next(rows)]
     at, context, generated = (columns.index(name) for name in ("TIMESTAMP", "ContextTokens", "GeneratedTokens"))
     first: datetime | None = None
     for row in rows:
