@@ -153,6 +153,11 @@ void Engine::add_instruction(Instruction instruction) {
         }
         if (op.kind == RowOpKind::kLookupPosition) num_positions_ = std::min(num_positions_, weights_.table(op.weight).rows - op.n);
     }
+    if (const TextAttentionOp& op = instruction.text_attention; op.relative_scales >= 0) {
+        const bool sees_all = op.num_heads == op.num_kv_heads && !op.is_causal && op.window == 0;
+        if (!sees_all) throw std::invalid_argument("keys of distances are for heads of their own that see the whole text");
+        num_positions_ = std::min(num_positions_, op.same_position + 1);
+    }
     widest_text_head_ = std::max(widest_text_head_, instruction.text_attention.head_dim);
     program_.push_back(std::move(instruction));
     planner_.count_last_instruction();
@@ -654,6 +659,8 @@ void Engine::run_text_attention(const TextAttentionOp& op, const Stage& stage, i
         const int64_t token = tile.token - tile.position;  // the text's first
         const int64_t column = int64_t{kv_head} * heads_per_kv * op.head_dim, kv_column = int64_t{kv_head} * op.head_dim;
         const float* const distances = weights_.vector(op.distances);
+        const float* const relative = weights_.vector(op.relative_scales);
+        const int64_t at_relative = int64_t{kv_head} * ((op.head_dim + 1) / 2 * 2) * op.num_relative;
         const TextAttentionTask work{q.row(token) + column,
                                      k.row(token) + kv_column,
                                      v.row(token) + kv_column,
@@ -669,7 +676,13 @@ void Engine::run_text_attention(const TextAttentionOp& op, const Stage& stage, i
                                      op.window,
                                      op.scale,
                                      distances ? distances + int64_t{kv_head} * heads_per_kv * (2 * op.num_distances + 1) : nullptr,
-                                     op.num_distances};
+                                     op.num_distances,
+                                     relative ? weights_.integers(op.relative_keys) + at_relative : nullptr,
+                                     relative ? weights_.integers(op.relative_queries) + at_relative : nullptr,
+                                     relative ? relative[kv_head] : 0.0f,
+                                     relative ? relative[op.num_heads + kv_head] : 0.0f,
+                                     op.num_relative,
+                                     op.same_position};
         kernels_.text_attention(work, attention_scratch_[member].data());
     }
 }

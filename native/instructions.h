@@ -103,6 +103,10 @@ struct TextAttentionOp {
     int32_t window = 0;
     int32_t distances = -1;     // vector [num_heads, 2 * num_distances + 1]
     int32_t num_distances = 0;
+    // Disentangled attention, without a mask or a window: keys and queries of distances, as integers [num_heads, pairs of columns,
+    // num_relative, 2], and a vector with the scale of each, [2, num_heads]. A token is at distance `same_position` from itself.
+    int32_t relative_keys = -1, relative_queries = -1, relative_scales = -1;
+    int32_t num_relative = 0, same_position = 0;
 };
 
 // A layer's mixture of experts. A matrix has the rows of all experts, one expert after the other, each in whole panels: `inner` an expert's

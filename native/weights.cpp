@@ -112,6 +112,12 @@ int Weights::add_order(const int32_t* columns, int64_t count) {
     return static_cast<int>(orders_.size()) - 1;
 }
 
+int Weights::add_integers(const int16_t* values, int64_t count) {
+    integers_.emplace_back(values, values + count);
+    bytes_ += count * static_cast<int64_t>(sizeof(int16_t));
+    return static_cast<int>(integers_.size()) - 1;
+}
+
 void Weights::settle() {
     if (settler_.joinable()) return;
     if (file_) file_->complete();

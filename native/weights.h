@@ -47,6 +47,7 @@ class Weights {
     int add_vector(const float* values, int64_t count);
     // For each column that a matrix multiplies, the column of a buffer. std::invalid_argument unless all are in [0, count).
     int add_order(const int32_t* columns, int64_t count);
+    int add_integers(const int16_t* values, int64_t count);
     // The weights are complete: a thread of low priority sees to their pages (Arena). A matrix that comes later: std::logic_error.
     // DiskError if the file can't be written.
     void settle();
@@ -60,6 +61,8 @@ class Weights {
     const float* vector(int id) const { return id < 0 ? nullptr : vectors_[id].data(); }
 
     const int32_t* order(int id) const { return orders_[id].data(); }
+
+    const int16_t* integers(int id) const { return id < 0 ? nullptr : integers_[id].data(); }
 
     int64_t bytes() const { return bytes_; }
     // Those of them that lie in the file.
@@ -76,6 +79,7 @@ class Weights {
     std::vector<Table> tables_;
     std::vector<Floats> vectors_;
     std::vector<std::vector<int32_t>> orders_;
+    std::vector<std::vector<int16_t>> integers_;
     int64_t bytes_ = 0, file_bytes_ = 0;
     std::jthread settler_;  // ends before anything else
 };

@@ -220,6 +220,10 @@ struct TextAttentionTask {
     float scale;
     const float* distances;   // null, or biases of scores, by key position less query position: [heads_per_kv, 2 * num_distances + 1]
     int32_t num_distances;    // larger ones share the last bias
+    // Null, or the keys and queries of distances, [pairs of columns, num_relative, 2]; there is one head then, and no mask or window.
+    const int16_t *relative_keys, *relative_queries;
+    float relative_key_scale, relative_query_scale;
+    int32_t num_relative, same_position;
 };
 
 // Most columns of a recurrent state in one task: those of a line (recurrence.h).

@@ -139,6 +139,41 @@ PENSTOCK_INLINE void score(const TextScratch& s, const uint8_t* const (&q)[kRows
     }
 }
 
+// Adds to these scores those of the queries with the keys of distances, and those of the keys with the queries of distances.
+PENSTOCK_INLINE void score_distances(const TextAttentionTask& t, const TextScratch& s, const uint8_t* const (&q)[kRows],
+                                     const float (&factors)[kRows], const int (&at_own)[kRows], int from, int to) {
+    const auto* const far_keys = reinterpret_cast<const uint8_t*>(t.relative_keys);
+    const auto* const far_queries = reinterpret_cast<const uint8_t*>(t.relative_queries);
+    const vf query_factor = set1(t.relative_query_scale * (t.scale * kLog2E));
+    for (int at = from; at < to; at += kVectors * kLanes) {
+        vi by_query[kRows][kVectors], by_key[kRows][kVectors];
+        for (int r = 0; r < kRows; ++r) {
+            for (int v = 0; v < kVectors; ++v) by_query[r][v] = by_key[r][v] = set1_i(0);
+        }
+        const uint8_t* const keys = s.keys + int64_t{at / kLanes} * s.pairs * kPairBytes;
+        for (int pair = 0; pair < s.pairs; ++pair) {
+            vb key[kVectors];
+            for (int v = 0; v < kVectors; ++v) key[v] = load64(keys + (v * s.pairs + pair) * kPairBytes);
+            for (int r = 0; r < kRows; ++r) {
+                const vb columns = set1_pair(q[r] + pair * kPairBytes);
+                for (int v = 0; v < kVectors; ++v) {
+                    const int64_t distance = (int64_t{pair} * t.num_relative + at_own[r] + at + v * kLanes) * 4;
+                    by_query[r][v] = dot2_i16(by_query[r][v], load64(far_keys + distance), columns);
+                    by_key[r][v] = dot2_i16(by_key[r][v], load64(far_queries + distance), key[v]);
+                }
+            }
+        }
+        for (int v = 0; v < kVectors; ++v) {
+            const vf key_factor = mul(load(s.key_scales + at + v * kLanes), query_factor);
+            for (int r = 0; r < kRows; ++r) {
+                float* const scores = s.scores + int64_t{r} * s.count + at + v * kLanes;
+                const vf both = fma(to_float(by_query[r][v]), set1(factors[r] * t.relative_key_scale), load(scores));
+                store(scores, fma(to_float(by_key[r][v]), key_factor, both));
+            }
+        }
+    }
+}
+
 // The weights of a query's scores of the positions [from, to), of which it sees [lo, hi), as integers; the others weigh nothing. Returns
 // their sum.
 PENSTOCK_INLINE float soften_text(float* scores, const float* biases, int16_t* weights, int from, int to, int lo, int hi) {
@@ -205,15 +240,18 @@ void attend_tile(const TextAttentionTask& t, const TextScratch& s, int head, int
     const uint8_t* queries[kRows];
     const int16_t* weights[kRows];
     float factors[kRows];
+    int at_own[kRows];  // the distance of position 0 from a query
     for (int r = 0; r < kRows; ++r) {  // rows beyond the last are the first one again
         const int row = r < count ? r : 0, at = query + row - t.first_query;
         queries[r] = s.queries + int64_t{at / kLanes} * s.pairs * kPairBytes + at % kLanes * 4;
         weights[r] = s.weights + int64_t{row} * s.count;
         factors[r] = s.query_scales[at] * (t.scale * kLog2E);
+        at_own[r] = t.same_position - (query + row);
     }
     const int from = (first_seen(t, query) - s.begin) / kBlock * kBlock;
     const int to = static_cast<int>(whole(end_seen(t, query + count - 1) - s.begin, kBlock));
     score(s, queries, factors, from, to);
+    if (t.relative_keys) score_distances(t, s, queries, factors, at_own, from, to);
     alignas(64) float sums[kLanes] = {};
     for (int r = 0; r < count; ++r) {
         const int row = query + r;

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.backends.batch import NO_USABLE_STATE
 from penstock.backends.native.executor import NativeExecutor
+from penstock.backends.native.footprint import relative_bytes
 from penstock.backends.reference.executor import ReferenceExecutor
 from penstock.models.program import (
     Act,
@@ -31,16 +32,18 @@ from penstock.models.program import (
     MeanRows,
     Op,
     Program,
+    Relative,
     Rope,
     SparseRows,
     States,
     TextAttention,
 )
+from penstock.models.relative import rows_of
 from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
 from penstock.testing.builders import make_core, make_text, sizes_of, text_capacity
 from penstock.testing.driver import run_to_completion
 from penstock.types.events import Add as AddRequest
-from penstock.types.model_spec import Mask
+from penstock.types.model_spec import Mask, RelativeSpec
 from penstock.types.plan import AdmitRow, PaddingId, RowPlan, StepPlan
 from penstock.types.sampling import SamplingParams
 from support.native_variants import VARIANTS
@@ -133,7 +136,13 @@ def relative_rms(actual: F32, expected: F32) -> float:
 
 
 def attention_case(
-    num_heads: int, num_kv_heads: int, head_dim: int, mask: Mask = "all", window: int = 0, num_distances: int = 0
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    mask: Mask = "all",
+    window: int = 0,
+    num_distances: int = 0,
+    relative: RelativeSpec | None = None,
 ) -> Case:
     """Attention alone: every token id has a query, a key and a value of its own, and every token an answer."""
     rng = np.random.default_rng(head_dim)
@@ -141,9 +150,16 @@ def attention_case(
     weights = {name: rng.standard_normal((VOCAB_SIZE, widths[name])).astype(np.float32) for name in ("q", "k", "v")}
     distances = "d" if num_distances else None
     weights["d"] = rng.standard_normal((num_heads, 2 * num_distances + 1)).astype(np.float32)
-    op = TextAttention(
-        "y", "q", "k", "v", num_heads, num_kv_heads, head_dim, 1.7 / head_dim**0.5, mask, window, distances, num_distances
-    )
+    sizes = num_heads, num_kv_heads, head_dim, 1.7 / head_dim**0.5
+    of_distances = None
+    if relative is not None:
+        width = num_heads * head_dim
+        for name, rows in {"table": 2 * relative.span, "wk": width, "wq": width}.items():
+            weights[name] = rng.standard_normal((rows, width)).astype(np.float32) / np.float32(width**0.5)
+        weights |= {name: rng.standard_normal((1, width)).astype(np.float32) for name in ("norm", "shift", "bk", "bq")}
+        rows = rows_of(relative, MAX_LEN)
+        of_distances = Relative("table", 2 * relative.span, "norm", "shift", "wk", "bk", "wq", "bq", 1e-3, rows)
+    op = TextAttention("y", "q", "k", "v", *sizes, mask, window, distances, num_distances, of_distances)
     return Case([*(Embed(name, name) for name in ("q", "k", "v")), op, States("y")], widths, weights)
 
 
@@ -164,15 +180,30 @@ def texts_and_answers(*settings: Any) -> tuple[list[Text], list[F32]]:
         (3, 3, 6, "causal", 40),
         (4, 4, 16, "all", 0, 20),
         (6, 2, 34, "all", 3, 500),
+        (3, 3, 64, "all", 0, 0, RelativeSpec(span=64, farthest=200)),
+        (2, 2, 17, "all", 0, 9, RelativeSpec(span=400)),
     ],
 )
-def test_attention_within_texts(variant: str, settings: tuple[int, int, int, Mask, int, int]) -> None:
+def test_attention_within_texts(variant: str, settings: tuple[Any, ...]) -> None:
     texts, expected = texts_and_answers(*settings)
     native = Steps(attention_case(*settings).native(variant))
     for actual, wanted in zip(answers(native.run(texts)), expected, strict=True):
         assert relative_rms(actual, wanted) < 2e-3
     for text, wanted in zip(texts, expected, strict=True):
         assert relative_rms(answers(native.run([text]))[0], wanted) < 2e-3
+
+
+def test_the_memory_for_distances_is_planned() -> None:
+    plain, case = (attention_case(3, 3, 17, "all", 0, 0, relative) for relative in (None, RelativeSpec(span=8, farthest=20)))
+    held = case.native().weight_bytes - plain.native().weight_bytes
+    assert 0.9 * relative_bytes(case.program) < held <= relative_bytes(case.program)
+
+
+@pytest.mark.parametrize("name", ["table", "norm", "shift", "wk", "bk", "wq", "bq"])
+def test_integers_of_distances_hide_no_number_that_is_none(name: str) -> None:
+    case = attention_case(2, 2, 34, "all", 0, 0, RelativeSpec(span=8, farthest=20))
+    cast("F32", case.model.weights[name].stored)[0, 5] = np.nan
+    assert Steps(case.native()).run([((3, 6, 8) * 9, 0)]) == [NO_USABLE_STATE]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -139,6 +139,7 @@ MUTATED = (
     "bert_late",
     "bert_sparse",
     "bert_classes",
+    "deberta",
     "electra_classes",
     "gte_old_names",
     "embedding_gemma",

@@ -20,6 +20,7 @@ from penstock.types.model_spec import Activation, ModelSpec, Pooling
 
 _ROWS = (
     ("bert", "bert", "Bert* HF_ColBERT", "bert"),
+    ("deberta", "deberta_v2", "DebertaV2*", ""),
     ("bert", "distilbert", "DistilBert*", ""),
     ("bert", "electra", "Electra* ElectraForPreTraining", ""),
     ("bert", "eurobert", "EuroBert*", "eurobert"),
@@ -159,7 +160,7 @@ _REASONS = {
     "it has several residual streams (AltUp), which Penstock does not implement yet": ("gemma3n",),
     "it generates text with ALiBi positions, which backends compute only for encoders": ("bloom", "jais", "mpt"),
     "it is an encoder-decoder, and Penstock serves only encoders or decoders": ("bart", "t5"),
-    "its attention is disentangled (content-to-position scores), which no backend computes": ("deberta", "debertav2"),
+    "its attention differs from that of DeBERTa 2 and 3, and no backend computes it": ("deberta",),
     "its router mixes experts by a rule (SparseMixer) that no backend computes": ("phimoe",),
     "its heads have layer norms, which no backend computes": ("persimmon",),
     "its attention consists of experts, which no backend computes": ("jetmoe",),

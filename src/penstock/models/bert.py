@@ -60,7 +60,7 @@ from penstock.types.model_spec import Activation, ExpertsMlp, ModelSpec, Pooling
 _log = logging.getLogger(__name__)
 
 
-def _describe(spec: ModelSpec, *, has_positions: bool = True, has_down_bias: bool = False) -> Program:
+def describe(spec: ModelSpec, *, has_positions: bool = True, has_down_bias: bool = False) -> Program:
     build = Decoder(spec)
     x = build.add_types(build.embed())
     x = build.norm(build.add_positions(x) if has_positions else x, "embed_norm", "x")
@@ -88,14 +88,14 @@ _DEFAULTS = {
 }
 
 
-def _bert_values(values: Mapping[str, Any], renamed: Mapping[str, str] = {}, **defaults: Any) -> dict[str, Any]:
+def bert_values(values: Mapping[str, Any], renamed: Mapping[str, str] = {}, **defaults: Any) -> dict[str, Any]:
     found = with_defaults(values, {**_DEFAULTS, **defaults}, renamed)
     return {**found, "rms_norm_eps": found["layer_norm_eps"], "tie_word_embeddings": False}
 
 
 def _values_after_padding(values: Mapping[str, Any], **defaults: Any) -> dict[str, Any]:
     """Return config.json with defaults. RoBERTa does not use the position embeddings up to the padding id: subtract these."""
-    found = _bert_values(values, pad_token_id=1, **defaults)
+    found = bert_values(values, pad_token_id=1, **defaults)
     if type(found["max_position_embeddings"]) is int and type(found["pad_token_id"]) is int:
         found["max_position_embeddings"] -= found["pad_token_id"] + 1
     return found
@@ -103,10 +103,10 @@ def _values_after_padding(values: Mapping[str, Any], **defaults: Any) -> dict[st
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only_all(position_embedding_type="absolute", is_decoder=False, add_cross_attention=False)
-    return _with_bert(spec, read_activation(config, "hidden_act", "gelu"))
+    return with_bert(spec, read_activation(config, "hidden_act", "gelu"))
 
 
-def _with_bert(spec: ModelSpec, activation: Activation) -> ModelSpec:
+def with_bert(spec: ModelSpec, activation: Activation) -> ModelSpec:
     spec = with_gpt_layers(with_gated_mlps(spec, activation, has_bias=True), activation)
     return _with_biased_attention(spec)
 
@@ -114,7 +114,7 @@ def _with_bert(spec: ModelSpec, activation: Activation) -> ModelSpec:
 def _with_rotary_bert(spec: ModelSpec, activation: Activation, num_types: int) -> ModelSpec:
     """Return the spec with BERT's layers, biases and token types, but keep its rotary positions."""
     turn = spec.attentions[0].rotation
-    found = replace(_with_bert(spec, activation), num_types=num_types)
+    found = replace(with_bert(spec, activation), num_types=num_types)
     return found.with_attention(lambda _, attention: replace(attention, rotation=turn))
 
 
@@ -142,13 +142,13 @@ def _of_roberta(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     return replace(_of_bert(config, spec), first_position=padding + 1)
 
 
-def _bare_name(name: str) -> str:
+def bare_name(name: str) -> str:
     """Return a tensor's name without a prefix such as `bert.`, and with `LayerNorm.weight` for `LayerNorm.gamma`."""
     bare = name.removeprefix("bert.").removeprefix("roberta.").removeprefix("distilbert.")
     return bare.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
-def _hf_head(scores: tuple[HeadLayer, ...], hf_class: str, _: JsonFile) -> Head | None:
+def head_of_hf(scores: tuple[HeadLayer, ...], hf_class: str, _: JsonFile) -> Head | None:
     if hf_class.endswith("ForSequenceClassification"):
         return Head("first", scores)
     if hf_class.endswith("ForTokenClassification"):
@@ -156,15 +156,15 @@ def _hf_head(scores: tuple[HeadLayer, ...], hf_class: str, _: JsonFile) -> Head 
     return None
 
 
-_bert_head = partial(_hf_head, (HeadLayer("pooler.dense", activation="tanh"), HeadLayer("classifier", is_last=True)))
-_distilbert_head = partial(_hf_head, (HeadLayer("pre_classifier", activation="relu"), HeadLayer("classifier", is_last=True)))
+_bert_head = partial(head_of_hf, (HeadLayer("pooler.dense", activation="tanh"), HeadLayer("classifier", is_last=True)))
+_distilbert_head = partial(head_of_hf, (HeadLayer("pre_classifier", activation="relu"), HeadLayer("classifier", is_last=True)))
 _roberta_head = partial(
-    _hf_head, (HeadLayer("classifier.dense", activation="tanh"), HeadLayer("classifier.out_proj", is_last=True))
+    head_of_hf, (HeadLayer("classifier.dense", activation="tanh"), HeadLayer("classifier.out_proj", is_last=True))
 )
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
-    return replace(_with_bert(spec, "gelu"), num_types=_num_types_of_gguf(file))
+    return replace(with_bert(spec, "gelu"), num_types=_num_types_of_gguf(file))
 
 
 def _num_types_of_gguf(file: GgufFile) -> int:
@@ -213,11 +213,11 @@ def _distilbert_mlm_head(config: JsonFile) -> Head:
 
 
 BERT = Architecture(
-    describe=_describe,
+    describe=describe,
     is_encoder=True,
     of_hf=_of_bert,
-    hf_values=_bert_values,
-    hf_name=_bare_name,
+    hf_values=bert_values,
+    hf_name=bare_name,
     hf_top={
         "embeddings.word_embeddings.weight": "embed",
         "embeddings.position_embeddings.weight": "positions",
@@ -288,11 +288,11 @@ ELECTRA = replace(
     BERT,
     hf_mlm_head=None,
     of_hf=_of_electra,
-    hf_values=partial(_bert_values, embedding_size=128, hidden_size=256, num_attention_heads=4, intermediate_size=1024),
-    hf_name=lambda name: _bare_name(name.removeprefix("electra.")),
+    hf_values=partial(bert_values, embedding_size=128, hidden_size=256, num_attention_heads=4, intermediate_size=1024),
+    hf_name=lambda name: bare_name(name.removeprefix("electra.")),
     hf_top={**BERT.hf_top, **with_biases({"embeddings_project": "embed_project"})},
     hf_head=partial(
-        _hf_head, (HeadLayer("classifier.dense", activation="gelu"), HeadLayer("classifier.out_proj", is_last=True))
+        head_of_hf, (HeadLayer("classifier.dense", activation="gelu"), HeadLayer("classifier.out_proj", is_last=True))
     ),
     hf_unread=(*BERT.hf_unread, "generator_", "discriminator_predictions."),
 )
@@ -311,7 +311,7 @@ _DISTILBERT_KEYS = {
 
 def _distilbert_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     fixed = {key: value for key, value in values.items() if key != "layer_norm_eps"}
-    return _bert_values(fixed, _DISTILBERT_KEYS, num_hidden_layers=6)
+    return bert_values(fixed, _DISTILBERT_KEYS, num_hidden_layers=6)
 
 
 DISTILBERT = replace(
@@ -354,7 +354,7 @@ _EXPERTS: Mapping[str, Any] = {"activation": "gelu", "is_renormalised": False, "
 
 
 def _nomic_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _bert_values(values, _OLD_KEYS, vocab_size=30528, max_position_embeddings=2048, rope_theta=1000.0)
+    return bert_values(values, _OLD_KEYS, vocab_size=30528, max_position_embeddings=2048, rope_theta=1000.0)
 
 
 def _of_nomic(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -409,7 +409,7 @@ def _with_gated(spec: ModelSpec, activation: Activation, *, has_norm_bias: bool 
 
 def _nomic_name(name: str) -> str:
     bare = name.removeprefix("nomic_bert.").removeprefix("bert.").replace("encoder.layers.", "layers.", 1)
-    return _bare_name(bare.replace("emb_ln.", "embeddings.LayerNorm.", 1) if bare.startswith("emb_ln.") else bare)
+    return bare_name(bare.replace("emb_ln.", "embeddings.LayerNorm.", 1) if bare.startswith("emb_ln.") else bare)
 
 
 _POST_NORM_LAYER: Mapping[str, str] = {
@@ -420,7 +420,7 @@ _POST_NORM_LAYER: Mapping[str, str] = {
 NOMIC_BERT = replace(
     BERT,
     hf_mlm_head=None,
-    describe=partial(_describe, has_positions=False),
+    describe=partial(describe, has_positions=False),
     of_hf=_of_nomic,
     hf_values=_nomic_values,
     hf_name=_nomic_name,
@@ -456,7 +456,7 @@ NOMIC_BERT_MOE = replace(
 
 def _gte_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return config.json with defaults. The makers' `ntk` is a scaling of their own, which `_of_gte` reads."""
-    found = _bert_values(values, max_position_embeddings=8192, type_vocab_size=1)
+    found = bert_values(values, max_position_embeddings=8192, type_vocab_size=1)
     scaling = found.get("rope_scaling")
     if isinstance(scaling, dict) and scaling.get("type") == "ntk":
         found |= {"rope_scaling": None, "ntk": scaling}
@@ -486,7 +486,7 @@ def _stretched(scaling: JsonFile, theta: float, head_dim: int) -> Rotation:
 
 GTE = replace(
     BERT,
-    describe=partial(_describe, has_positions=False, has_down_bias=True),
+    describe=partial(describe, has_positions=False, has_down_bias=True),
     of_hf=_of_gte,
     hf_values=_gte_values,
     hf_name=lambda name: name.removeprefix("gte.").removeprefix("new.").replace("encoder.layer.", "layers.", 1),
@@ -513,10 +513,10 @@ def _of_jina_3(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 JINA_3 = replace(
     ROBERTA,
-    describe=partial(_describe, has_positions=False),
+    describe=partial(describe, has_positions=False),
     of_hf=_of_jina_3,
     hf_values=partial(
-        _bert_values,
+        bert_values,
         vocab_size=250002,
         hidden_size=1024,
         num_hidden_layers=24,
@@ -571,7 +571,7 @@ MPNET = replace(
     hf_mlm_head=_roberta_mlm_head,
     of_hf=_of_mpnet,
     hf_values=_mpnet_values,
-    hf_name=lambda name: _bare_name(name.removeprefix("mpnet.")),
+    hf_name=lambda name: bare_name(name.removeprefix("mpnet.")),
     hf_top={**BERT.hf_top, "encoder.relative_attention_bias.weight": "buckets"},
     hf_layer={
         **BERT.hf_layer,
@@ -622,9 +622,9 @@ def _of_jina(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 JINA_BERT = replace(
     BERT,
     hf_mlm_head=None,
-    describe=partial(_describe, has_positions=False, has_down_bias=True),
+    describe=partial(describe, has_positions=False, has_down_bias=True),
     of_hf=_of_jina,
-    hf_values=partial(_bert_values, vocab_size=30528, max_position_embeddings=8192),
+    hf_values=partial(bert_values, vocab_size=30528, max_position_embeddings=8192),
     hf_layer={
         **BERT.hf_layer,
         **with_biases({"mlp.wo": "down", "mlp.layernorm": "post_mlp_norm"}),

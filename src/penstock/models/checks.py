@@ -184,6 +184,9 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
                 add(op.num_types, width[op.x], op.weight)
             case prog.TextAttention():
                 add(op.num_heads, 2 * op.num_distances + 1, op.distances)
+                if op.relative is not None:
+                    add(1, width[op.q], op.relative.norm, op.relative.norm_bias)
+                    add(op.relative.num_rows, width[op.q], op.relative.table)
             case prog.RMSNorm():
                 add(1, width[op.x] if op.is_by_column else op.group or width[op.x], op.weight)
             case prog.LayerNorm():

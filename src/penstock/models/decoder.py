@@ -8,6 +8,7 @@ from typing import Literal
 
 from penstock.models import program as prog
 from penstock.models.program import Program
+from penstock.models.relative import relative
 from penstock.types.model_spec import (
     Activation,
     AttentionSpec,
@@ -182,7 +183,8 @@ class Decoder:
         sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, scale)
         if self._spec.ending is not None:
             distances = "distances" if spec.num_distances else None
-            self._ops.append(prog.TextAttention(out, q, k, v, *sizes, spec.mask, spec.window, distances, spec.num_distances))
+            by_distance = distances, spec.num_distances, relative(self._spec, layer)
+            self._ops.append(prog.TextAttention(out, q, k, v, *sizes, spec.mask, spec.window, *by_distance))
             return out
         # `key_centre` requires that the bias reaches the keys unscaled, and that only differences of scores matter.
         has_centre = spec.has_qkv_bias and not (qk_norms or spec.softcap or spec.has_sinks)

@@ -179,8 +179,30 @@ class LatentAttention(Op):
 
 
 @dataclass(frozen=True, slots=True)
+class Relative:
+    """Where disentangled attention gets the key and the query of each distance. Source: arXiv 2006.03654.
+
+    They are projected, as those of tokens are, from the layer norm of a table's row. Texts name weights.
+    """
+
+    table: str
+    num_rows: int
+    norm: str
+    norm_bias: str
+    k: str
+    k_bias: str
+    q: str
+    q_bias: str
+    eps: float
+    rows: tuple[int, ...]  # of the table, for the distances from -D to D
+
+
+@dataclass(frozen=True, slots=True)
 class TextAttention(Op):
-    """out = softmax(scale * q k^T + bias by distance + mask) v over the tokens of a row's whole input."""
+    """out = softmax(scale * q k^T + bias by distance + mask) v over the tokens of a row's whole input.
+
+    With `relative`, the score of i and j is scale * (q_i k_j + q_i k_d + q_d k_j), where d is their distance, j - i.
+    """
 
     out: str
     q: str
@@ -195,6 +217,7 @@ class TextAttention(Op):
     distances: str | None = None
     """Weight [num_heads, 2 D + 1], D = `num_distances`: column D + clip(j - i, -D, D) is added to the score of i and j."""
     num_distances: int = 0
+    relative: Relative | None = None
 
 
 @dataclass(frozen=True, slots=True)

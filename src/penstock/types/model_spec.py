@@ -43,6 +43,15 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RelativeSpec:
+    """Disentangled attention: scores depend on distances, too, by 2 * `span` learned rows that each layer projects."""
+
+    span: int
+    farthest: int = 0
+    """Distances from span / 2 to this one share rows, in ranges that grow by a factor. 0: each distance has its row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
     num_heads: int
     num_kv_heads: int
@@ -54,6 +63,7 @@ class AttentionSpec:
     mask: Mask = "causal"
     num_distances: int = 0
     """Scores get a bias by the distance of key and query. Greater distances have the bias of this one. 0: no bias."""
+    relative: RelativeSpec | None = None
     softcap: float = 0.0  # if > 0, scores become softcap * tanh(scores / softcap)
     has_qkv_bias: bool = False
     has_o_bias: bool = False

@@ -189,7 +189,7 @@ def _bert_shapes(config: Mapping[str, Any], prefix: str = "", **others: Shapes) 
 def _masked_lm(config: Mapping[str, Any], hf_class: str) -> Shapes:
     """The head that nobody computes; its matrix is that of the embeddings."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
-    if hf_class.startswith("Bert"):
+    if hf_class.startswith(("Bert", "Deberta")):
         at = "cls.predictions"
         norm = _norm(f"{at}.transform.LayerNorm", hidden)
         return {f"{at}.bias": (vocab,)} | _linear(f"{at}.transform.dense", hidden, hidden) | norm
@@ -330,6 +330,36 @@ def _mpnet_cases() -> dict[str, EncoderCase]:
             if end == "ForSequenceClassification":
                 others = _linear("classifier.dense", 72, 72) | _linear("classifier.out_proj", 3, 72)
         cases[f"mpnet{name}"] = _case("mpnet", config, found, others, "mpnet.", 140 + number)
+    return cases
+
+
+def _deberta_cases() -> dict[str, EncoderCase]:
+    """Far distances share rows in two cases, and each has its own in the others, as in the first files of DeBERTa 2."""
+    cases: dict[str, EncoderCase] = {}
+    for number, (name, end) in enumerate(CLASSES.items()):
+        config = _config("deberta-v2", f"DebertaV2{end}", type_vocab_size=0, pooler_hidden_size=72, pooler_dropout=0.0)
+        config |= {"relative_attention": True, "position_biased_input": False, "share_att_key": True}
+        config |= {"norm_rel_ebd": "layer_norm", "pos_att_type": ["c2p", "p2c"] if number % 2 else "p2c|c2p"}
+        config |= {"max_relative_positions": 10} if number % 2 else {"max_relative_positions": 20, "position_buckets": 8}
+        found: Shapes = {"embeddings.word_embeddings.weight": (263, 72)} | _norm("embeddings.LayerNorm", 72)
+        found |= {"encoder.rel_embeddings.weight": (20 if number % 2 else 16, 72)} | _norm("encoder.LayerNorm", 72)
+        for layer in range(2):
+            at = f"encoder.layer.{layer}"
+            for part in ("query", "key", "value"):
+                found |= _linear(f"{at}.attention.self.{part}_proj", 72, 72)
+            found |= _linear(f"{at}.attention.output.dense", 72, 72) | _norm(f"{at}.attention.output.LayerNorm", 72)
+            found |= _linear(f"{at}.intermediate.dense", 100, 72) | _linear(f"{at}.output.dense", 72, 100)
+            found |= _norm(f"{at}.output.LayerNorm", 72)
+        others: Shapes = {}
+        if end == "ForMaskedLM":
+            others = _masked_lm(config, "DebertaV2")
+        elif end != "Model":
+            config |= _LABELS
+            others = _linear("classifier", 3, 72)
+            if end == "ForSequenceClassification":
+                others |= _linear("pooler.dense", 72, 72)
+        case = _case("deberta_v2", config, found, others, "deberta.", 200 + number)
+        cases[f"deberta{name}"] = replace(case, norm_centre=2.0)  # so that distances matter
     return cases
 
 
@@ -834,7 +864,7 @@ def _embedding_gemma_cases() -> dict[str, EncoderCase]:
 
 
 _DISTILBERT, _MPNET, _MODERNBERT, _NOMIC = _distilbert_cases(), _mpnet_cases(), _modernbert_cases(), _nomic_cases()
-_GTE, _JINA_3 = _gte_cases(), _jina_3_cases()
+_GTE, _JINA_3, _DEBERTA = _gte_cases(), _jina_3_cases(), _deberta_cases()
 _JINA, _ELECTRA, _EUROBERT = _jina_cases(), _electra_cases(), _eurobert_cases()
 _BERT = _bert_cases("bert", "Bert", 100)
 _ROBERTA = _bert_cases("roberta", "Roberta", 110, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
@@ -908,6 +938,8 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         **_JINA,
         "jina_bert": replace(_JINA["jina_bert"], is_mutated=True),
         **_MPNET,
+        **_DEBERTA,
+        "deberta": replace(_DEBERTA["deberta"], is_mutated=True),
         **_MODERNBERT,
         **_NOMIC,
         "mpnet": replace(_MPNET["mpnet"], is_mutated=True),

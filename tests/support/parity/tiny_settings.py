@@ -41,7 +41,7 @@ SIZES = frozenset(
         "num_groups",
     }
     | {"shared_size"}
-    | {"num_types", "first_position", "num_distances"}
+    | {"num_types", "first_position", "num_distances", "span"}
 )
 
 MEANT_FOR: Mapping[bool, frozenset[str]] = {
@@ -50,7 +50,7 @@ MEANT_FOR: Mapping[bool, frozenset[str]] = {
 }
 """Fields that matter to encoders alone, and to others alone."""
 
-IF_THERE = frozenset({"mixer", "beside", "mlp", "factors", "latent", "norm_eps"})
+IF_THERE = frozenset({"mixer", "beside", "mlp", "factors", "latent", "relative", "norm_eps"})
 """Parts and settings that some layers lack."""
 
 IF_ABSENT: Mapping[str, Any] = {

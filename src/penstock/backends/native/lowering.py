@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from penstock.backends.native._native import Engine, RowOp, RowOpKind, SourceFormat
 from penstock.backends.native.footprint import can_fuse, first_lines, widths_of_latents
+from penstock.backends.native.relative import add_relative
 from penstock.models import program as prog
 from penstock.models.adapter import site_of
 from penstock.models.formats import WeightFormat
@@ -56,7 +57,7 @@ COMPUTED = frozenset(
         *("HeadLinear", "HeadLinear.is_transposed", "LatentWrite", "LatentAttention"),
         *("Scale", "Scale.factor", "Scale.weight", "Columns", "Place"),
         *("TextAttention", "TextAttention.mask", "TextAttention.window", "FirstRows", "MeanRows", "SparseRows"),
-        *("TextAttention.distances", "TextAttention.num_distances", "States", "States.is_normalised"),
+        *("TextAttention.distances", "TextAttention.num_distances", "TextAttention.relative", "States", "States.is_normalised"),
         *("Logits", "Logits.scale", "Logits.bias", "Logits.tokens", "Softcap", "Act", "GatedActivation"),
         *(f"{op} with {kind}" for op in ("GatedActivation", "Experts") for kind in ACTIVATION_KINDS),
         *(f"Act with {kind}" for kind in ACTIVATION_KINDS if kind != "swiglu_clamped"),
@@ -638,6 +639,7 @@ class _Emitter:
             window=op.window,
             distances=self._weights.vector(op.distances),
             num_distances=op.num_distances,
+            relative=add_relative(self._engine, op, self._num_positions, lambda name: self._weights.tensor(name).dequantize()),
         )
 
     def _padded_buffer(self, name: str, num_heads: int, head_dim: int) -> int:

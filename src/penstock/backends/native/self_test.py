@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -154,9 +155,9 @@ def _texts(variant: str) -> F32:
         data = values.view(np.uint8).reshape(rows, -1)
         return engine.add_matrix(SourceFormat.F32, rows, cols, data, by_row=True, apart=apart)
 
-    hidden, q, k, v, attended, inner, out = (
+    hidden, q, k, v, attended, again, inner, out = (
         engine.add_buffer(width, per_sample=False)
-        for width in (HIDDEN, HIDDEN, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, HIDDEN, TEXT_INNER, HIDDEN)
+        for width in (HIDDEN, HIDDEN, KV_HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, HIDDEN, HIDDEN, TEXT_INNER, HIDDEN)
     )
     wide, rounded = (
         engine.add_activation(cols, quantised=True, per_sample=False, by_row=True) for cols in (HIDDEN, TEXT_INNER)
@@ -168,13 +169,9 @@ def _texts(variant: str) -> F32:
     )
     widths = ((HIDDEN, q), (KV_HEADS * HEAD_DIM, k), (KV_HEADS * HEAD_DIM, v))
     engine.add_linear([(matrix(width, HIDDEN), wide, to, -1, -1) for width, to in widths], samples=False)
-    engine.add_text_attention(
-        q=q,
-        k=k,
-        v=v,
-        out=attended,
+    attend = partial(
+        engine.add_text_attention,
         num_heads=HEADS,
-        num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         scale=HEAD_DIM**-0.5,
         is_causal=False,
@@ -182,7 +179,12 @@ def _texts(variant: str) -> F32:
         distances=-1,
         num_distances=0,
     )
-    engine.add_rows([RowOp(RowOpKind.ROUND, out=wide, x=attended)], samples=False)
+    attend(q=q, k=k, v=v, out=attended, num_kv_heads=KV_HEADS)
+    num_distances = PROMPT + 2 * BLOCK  # positions are computed in blocks
+    keys, queries = (engine.add_integers(rng.integers(-3000, 3000, HIDDEN * num_distances, np.int16)) for _ in range(2))
+    scales = engine.add_vector(np.full(2 * HEADS, 3e-4, np.float32))
+    attend(q=attended, k=q, v=q, out=again, num_kv_heads=HEADS, relative=(keys, queries, scales, num_distances, PROMPT))
+    engine.add_rows([RowOp(RowOpKind.ROUND, out=wide, x=again)], samples=False)
     engine.add_linear([(matrix(TEXT_INNER, HIDDEN), wide, inner, -1, -1)], samples=False, has_gelu=True)
     last = matrix(HIDDEN, TEXT_INNER, apart=(0, 3, 4, TEXT_INNER - 1))
     engine.add_rows([RowOp(RowOpKind.ROUND, out=rounded, x=inner, weight=last, n=1)], samples=False)
