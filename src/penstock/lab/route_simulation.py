@@ -147,6 +147,8 @@ class _Attempt:
     """Tokens to hold back before deciding. 0 passes tokens on at once."""
     held: list[TokenEvent] = field(default_factory=list)
     together: _Together | None = None
+    stats: RequestStats | None = None
+    """Set when an answer that is judged with others has ended."""
 
 
 @dataclass(slots=True)
@@ -154,8 +156,6 @@ class _Together:
     """Answers to one call that are judged together, the weak model's first."""
 
     attempts: list[_Attempt] = field(default_factory=list)
-    ended: dict[int, RequestStats] = field(default_factory=dict)
-    """Number of an attempt -> its stats."""
     num_open: int = 0
     """Requests in flight, including a judge's."""
     is_judged: bool = False
@@ -233,11 +233,10 @@ class _Router:
             self._ask(call, models)
             return
         gain, (weak, strong) = self._questions[call.record.index].gain or 0.0, models
-        after_strong = (weak,) if strong in self._simulation.elsewhere else ()
         if learned.cascade is not None and learned.tries(gain, threshold):
-            self._ask(call, (weak, strong, *after_strong), learned.cascade.window)
+            self._ask(call, (weak, *self._strong_first), learned.cascade.window)
         elif gain >= threshold:
-            self._ask(call, (strong, *after_strong))
+            self._ask(call, self._strong_first)
         else:
             self._ask(call, (weak, strong))
 
@@ -270,11 +269,11 @@ class _Router:
             return
         if judged.both or not _gives_way(refusal):
             raise refusal
-        self._ask(call, self._after_weak)
+        self._ask(call, self._strong_first)
 
     @property
-    def _after_weak(self) -> tuple[str, ...]:
-        """Models to ask if the weak model's answer is not kept. The weak one backs up an upstream."""
+    def _strong_first(self) -> tuple[str, ...]:
+        """The strong model, and the weak one behind it if the strong one is an upstream, which may refuse."""
         weak, strong = self._strategy.models
         return (strong, weak) if strong in self._simulation.elsewhere else (strong,)
 
@@ -288,7 +287,7 @@ class _Router:
             self._begin(_Attempt(call, judge, (), WHOLE, together=together), num_read=num_read)
         except Rejected as rejected:
             if _gives_way(rejected):
-                self._end_together(together, is_sure=len(together.ended) > 1)  # of several answers, the first is kept
+                self._end_together(together, is_sure=len(together.attempts) > 1)  # of several answers, the first is kept
             else:
                 self._traffic.reject(call, rejected)
         else:
@@ -374,8 +373,7 @@ class _Router:
             self._current.pop(call.request.request_id, None)
             return
         together.num_open -= 1
-        if not together.is_judged:
-            together.ended[together.attempts.index(attempt)] = stats
+        attempt.stats = stats
         self._forget(call, request_id)
         if together.num_open:
             return
@@ -390,13 +388,12 @@ class _Router:
 
     def _end_together(self, together: _Together, *, is_sure: bool) -> None:
         """Give the client the first answer if `is_sure`, otherwise the strong model's, which may have to be asked."""
-        attempts, call = together.attempts, together.attempts[0].call
         strong = self._strategy.models[1]
-        number = next((number for number, one in enumerate(attempts) if is_sure or one.model == strong), None)
-        if number is None:
-            self._or_reject(self._ask, call, self._after_weak)
+        kept = next((one for one in together.attempts if is_sure or one.model == strong), None)
+        if kept is None:
+            self._or_reject(self._ask, together.attempts[0].call, self._strong_first)
         else:
-            self._tell_client(attempts[number], attempts[number].held, together.ended[number])
+            self._tell_client(kept, kept.held, kept.stats)
 
     def _pass_on(self, attempt: _Attempt, events: Sequence[TokenEvent], stats: RequestStats | None) -> None:
         """Pass events on to the client, and forget a request that has ended."""
