@@ -48,29 +48,20 @@ class Counts(NamedTuple):
 
 
 def counts_of(shape: StepShape) -> Counts:
-    num_decodes = num_prefill_tokens = num_decode_reads = num_prefill_reads = num_prefill_context = max_context_len = 0
     decode_reads = [context_len + 1 for query_len, context_len in shape.rows if query_len == 1]
-    for query_len, context_len in shape.rows:
-        if query_len == 1:
-            num_decodes += 1
-            num_decode_reads += context_len + 1
-        else:
-            num_prefill_tokens += query_len
-            num_prefill_reads += query_len * context_len + query_len * (query_len + 1) // 2
-            num_prefill_context += context_len
-        if context_len + query_len > max_context_len:
-            max_context_len = context_len + query_len
+    prefills = [row for row in shape.rows if row[0] != 1]
+    num_prefill_tokens = sum(query_len for query_len, _ in prefills)
     return Counts(
-        num_decodes + num_prefill_tokens,
-        num_decodes,
-        num_prefill_tokens,
-        num_decode_reads,
-        num_prefill_reads,
-        num_prefill_context,
-        shape.num_samples,
-        len(shape.rows),
-        max_context_len,
-        max(decode_reads, default=0),
-        min(decode_reads, default=0),
-        shape.num_repeated,
+        num_tokens=len(decode_reads) + num_prefill_tokens,
+        num_decodes=len(decode_reads),
+        num_prefill_tokens=num_prefill_tokens,
+        num_decode_reads=sum(decode_reads),
+        num_prefill_reads=sum(query_len * (2 * context_len + query_len + 1) // 2 for query_len, context_len in prefills),
+        num_prefill_context=sum(context_len for _, context_len in prefills),
+        num_samples=shape.num_samples,
+        num_rows=len(shape.rows),
+        max_context_len=max(map(sum, shape.rows), default=0),
+        max_decode_reads=max(decode_reads, default=0),
+        min_decode_reads=min(decode_reads, default=0),
+        num_repeated=shape.num_repeated,
     )
