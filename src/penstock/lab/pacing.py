@@ -72,8 +72,7 @@ class Pacer:
 
     def next_ns(self) -> int | None:
         """Return when the next job is due, maybe in the past, or None if no job is due before a request ends."""
-        background_ns, other_ns = self._next_background_ns(), self._next_other_ns()
-        return min((at_ns for at_ns in (background_ns, other_ns) if at_ns is not None), default=None)
+        return earliest(self._next_background_ns(), self._next_other_ns())
 
     def _next_background_ns(self) -> int | None:
         has_others = self._num_begun < len(self._firsts) or self._turns or self._num_running > self._num_background_running
@@ -83,11 +82,7 @@ class Pacer:
     def _next_other_ns(self) -> int | None:
         if self._is_full:
             return None
-        turn_ns = self._turns[0][0] if self._turns else None
-        first_ns = self._first_ns()
-        if turn_ns is None or first_ns is None:
-            return turn_ns if first_ns is None else first_ns
-        return min(turn_ns, first_ns)
+        return earliest(self._turns[0][0] if self._turns else None, self._first_ns())
 
     def take(self, now_ns: int) -> tuple[int, int] | None:
         """Return (index, due instant) of a job to send now, or None if no job is due."""
@@ -151,3 +146,7 @@ class Pacer:
             self._num_left[first] = num_left
         elif self._pace.concurrency is not None:
             self._free_since.append(now_ns)
+
+
+def earliest(*instants_ns: int | None) -> int | None:
+    return min((at_ns for at_ns in instants_ns if at_ns is not None), default=None)

@@ -16,7 +16,7 @@ from typing import Protocol
 from penstock.admission.ask import Ask
 from penstock.clock import VirtualClock
 from penstock.lab.agenda import NEVER_NS, Agenda
-from penstock.lab.pacing import Pace, Pacer
+from penstock.lab.pacing import Pace, Pacer, earliest
 from penstock.lab.records import End, Record
 from penstock.lab.simulated_executor import EOS_TOKEN_ID, TOKEN_ID
 from penstock.lab.virtual_server import ServerSettings
@@ -211,7 +211,7 @@ class Traffic:
             max_tokens, stops = min(self._max_tokens, max(1, self._max_model_len - len(prompt))), (EOS_TOKEN_ID,)
         # A later turn is due when the turn before has ended, and its deadline moves by as much.
         own_ns = None if job.deadline_ns is None else job.deadline_ns + record.intended_ns - job.arrival_ns
-        deadline_ns = _first(own_ns, _after(arrival_ns, settings.request_timeout_ns))
+        deadline_ns = earliest(own_ns, _after(arrival_ns, settings.request_timeout_ns))
         queue_deadline_ns = _after(arrival_ns, settings.queue_timeout_ns)
         first_token_deadline_ns = _after(arrival_ns, settings.first_token_timeout_ns)
         request = Request(
@@ -323,10 +323,6 @@ class Traffic:
 
 def _after(arrival_ns: int, timeout_ns: int | None) -> int | None:
     return None if timeout_ns is None else arrival_ns + timeout_ns
-
-
-def _first(*instants_ns: int | None) -> int | None:
-    return min((at_ns for at_ns in instants_ns if at_ns is not None), default=None)
 
 
 def status_of(reason: RejectReason) -> int:
