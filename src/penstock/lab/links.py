@@ -28,20 +28,18 @@ class Link:
         return round(num_tokens * self.bytes_per_token / self.bytes_per_s * 1e9)
 
 
-def place_kv(server: VirtualServer, request: Request) -> bool:
-    """Put the KV of a request's prompt, except the last token's, into a server's prefix cache. Return whether it fit."""
+def place_kv(server: VirtualServer, request: Request) -> None:
+    """Put the KV of a request's prompt, except the last token's, into a server's prefix cache, if it fits."""
     kv, num_tokens = server.core.scheduler.kv, request.num_prompt_tokens - 1
     bearer = fresh_copy(request, request_id=f"{request.request_id} KV")  # a temporary request that owns the blocks
     hit = kv.lookup_prefix(bearer)
     num_needed = kv.num_blocks_for(num_tokens) - len(hit.block_ids) + hit.num_free_blocks
-    has_room = num_needed <= kv.pool.num_available
-    if has_room:
+    if num_needed <= kv.pool.num_available:
         kv.allocate(bearer, hit, num_tokens)
         progress.fork(bearer, num_tokens)
         kv.publish(bearer)
         kv.publish_tail(bearer)
     kv.free(bearer.request_id)
-    return has_room
 
 
 def copy_kv(giver: VirtualServer, taker: VirtualServer, request: Request, num_tokens: int) -> None:

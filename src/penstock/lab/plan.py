@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from random import Random
 from statistics import fmean
 from typing import NamedTuple
@@ -394,15 +395,13 @@ def find_binding(candidate: Candidate, workload: Workload, asked: Requirements, 
     If two resources limit the rate together, doubling either one shows no gain.
     """
     rate = found.rate or (found.failed.rate if found.failed else found.saturated_rate)
-    trials: dict[tuple[Resource | None, int], Trial] = {}
 
+    @cache
     def attempt(resource: Resource | None, step: int) -> Trial:
-        if (resource, step) not in trials:
-            tried = rate * STEP**step
-            server = candidate if resource is None else candidate.doubled(resource)
-            jobs = at_even_gaps(workload, tried) if resource is Resource.QUEUE else at_rate(workload, tried, asked.seed)
-            trials[resource, step] = make_trial(server.simulation.run(jobs), tried, asked)
-        return trials[resource, step]
+        tried = rate * STEP**step
+        server = candidate if resource is None else candidate.doubled(resource)
+        jobs = at_even_gaps(workload, tried) if resource is Resource.QUEUE else at_rate(workload, tried, asked.seed)
+        return make_trial(server.simulation.run(jobs), tried, asked)
 
     def multiple(resource: Resource | None, *, is_lenient: bool) -> float:
         def holds(step: int) -> bool:

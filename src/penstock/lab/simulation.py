@@ -247,13 +247,11 @@ class _Fleet:
         if count == 1 and simulation.scaling is None:
             self._make(kind, 0)
         else:
-            has_prefix_caching, block_size = simulation.enable_prefix_caching, simulation.capacity.block_size
-            make = partial(self._make, kind)
             self._front = Front(
                 simulation.make_router(),
-                block_size,
-                make,
-                has_prefix_caching=has_prefix_caching,
+                simulation.capacity.block_size,
+                partial(self._make, kind),
+                has_prefix_caching=simulation.enable_prefix_caching,
                 slo_itl_ns=simulation.slo_itl_ns,
                 have_links=have_links,
             )

@@ -81,13 +81,14 @@ def _notes(simulated: Sequence[SimulatedRun]) -> Iterator[str]:
     for name in idle if len(idle) < len(simulated) else [""]:
         yield f"{f'{name}: ' if name else ''}--acceptance has no effect: this server does not guess tokens."
     for one in simulated:
+        name = f"{one.name}: " if one.name else ""
         if num_guesses := one.outcome.num_guesses:
-            name, right = f"{one.name}: " if one.name else "", one.outcome.num_accepted / num_guesses
+            right = one.outcome.num_accepted / num_guesses
             yield f"{name}{counted(num_guesses, 'guess', 'guesses', spec=',')}, {right:.1%} of them right."
         if (scaled := one.outcome.scaled) is not None:
-            name, mean = f"{one.name}: " if one.name else "", one.outcome.mean_replicas
+            hours, mean = scaled.replica_ns / NS_PER_S / 3600, one.outcome.mean_replicas
             yield (
-                f"{name}{scaled.replica_ns / NS_PER_S / 3600:,.2f} replica-hours. Replicas: {mean:.2f} in the mean, "
+                f"{name}{hours:,.2f} replica-hours. Replicas: {mean:.2f} in the mean, "
                 f"{max(num for _, num, _ in scaled.wanted)} at most, {counted(len(scaled.wanted) - 1, 'change')}."
             )
     yield "Running and waiting requests, and the share of KV blocks that requests hold: means over time."
