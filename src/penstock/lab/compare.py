@@ -193,11 +193,11 @@ def _differences(before: Sequence[Run], after: Sequence[Run]) -> Iterator[Differ
     is_steady = all(run.figures.steady for run in (*before, *after))
     found = [[_values_of(run, is_steady=is_steady) for run in side] for side in (before, after)]
     for name in dict.fromkeys(name for of_run in found[0] for name in of_run):
-        values = [[of_run[name] for of_run in side if name in of_run] for side in found]
-        if any(len(side) < len(runs) for side, runs in zip(values, (before, after), strict=True)):
+        if not all(name in of_run for side in found for of_run in side):
             continue
         if name in _OF_SLOS and not _has_equal_slos(before, after):
             continue
+        values = [[of_run[name] for of_run in side] for side in found]
         if min(one.value for side in values for one in side) <= 0:  # a ratio needs positive values
             if name in (*RATES, *SHARES) and any(one.value for side in values for one in side):
                 yield _beside_zero(name, (before, after), values, has_repeats=has_repeats)

@@ -50,16 +50,11 @@ def show(recording: Recording) -> Shown:
 class _Replay:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        departures: dict[int, Departure] = {}
-        tenants: set[str] = set()
-        for request in recording.requests():
-            tenants.add(request.arrival.tenant)
-            if request.departure is not None:
-                departures[request.arrival.id] = request.departure
-        self._departures = departures
-        self._journal = Journal(max(1, len(departures)))
+        requests = recording.requests()
+        self._departures = {one.arrival.id: one.departure for one in requests if one.departure is not None}
+        self._journal = Journal(max(1, len(self._departures)))
         self._metrics = Metrics(recording.header.model)
-        self._metrics.tenants = frozenset(tenants)
+        self._metrics.tenants = frozenset(one.arrival.tenant for one in requests)
         self._arrivals: dict[int, Arrival] = {}
         """Id -> arrival of a request that has not ended."""
         self._background: set[int] = set()

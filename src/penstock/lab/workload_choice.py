@@ -82,7 +82,8 @@ def make_workload(choice: WorkloadChoice, count_tokens: CountTokens | None = Non
         if choice.sessions == 1:
             raise ConfigError("A think time needs conversations.", remedy="Set --sessions above 1.")
         workload = transforms.think(workload, choice.think_time_s, choice.seed)
-    workload = _with_arrivals(workload, kind, choice)
+    if kind:
+        workload = arrivals.arrive(workload, *_arrivals(workload, kind, choice))
     if choice.speed != 1 and not any(job.arrival_ns for job in workload.jobs):
         raise ConfigError("All requests come at once: there is no time to divide.", remedy="Leave out --speed, or set --rate.")
     workload = transforms.speed(workload, choice.speed)
@@ -209,32 +210,27 @@ def check_closed_loop(choice: WorkloadChoice) -> None:
         )
 
 
-def _with_arrivals(workload: Workload, kind: str, choice: WorkloadChoice) -> Workload:
+def _arrivals(workload: Workload, kind: str, choice: WorkloadChoice) -> tuple[list[int], str]:
+    """Return the arrivals of this kind, as nanoseconds, and words for the workload's name."""
     count = arrivals.num_arrivals(workload)
     rng = Random(f"arrivals {choice.seed}")  # noqa: S311  # repeatable on purpose
-    if not kind:
-        return workload
     if kind == "closed":
-        return arrivals.arrive(workload, [0] * count, "all at once")
+        return [0] * count, "all at once"
     if kind == "stages":
         words = ", ".join(f"{rate:g}/s for {seconds:g} s" for rate, seconds in choice.stages)
-        return arrivals.arrive(workload, arrivals.stages(rng, count, choice.stages), f"Poisson at {words}")
+        return arrivals.stages(rng, count, choice.stages), f"Poisson at {words}"
     rate = choice.rate if choice.rate is not None else arrivals.mean_rate(workload)
     if rate is None:
         raise ConfigError(f"{workload.name} has no rate.", remedy="Set --rate, in requests per second.")
     if kind == "constant":
-        return arrivals.arrive(workload, arrivals.constant(count, rate), f"constant {rate:.6g}/s")
+        return arrivals.constant(count, rate), f"constant {rate:.6g}/s"
     if kind == "poisson":
-        return arrivals.arrive(workload, arrivals.poisson(rng, count, rate), f"Poisson {rate:.6g}/s")
+        return arrivals.poisson(rng, count, rate), f"Poisson {rate:.6g}/s"
     if kind == "gamma":
         cv = 1.0 if choice.cv is None else choice.cv
-        return arrivals.arrive(workload, arrivals.gamma(rng, count, rate, cv), f"gamma {rate:.6g}/s with CV {cv:g}")
+        return arrivals.gamma(rng, count, rate, cv), f"gamma {rate:.6g}/s with CV {cv:g}"
     if kind == "ramp":
         assert choice.rate_to is not None, "checked above"
-        return arrivals.arrive(
-            workload, arrivals.ramp(rng, count, rate, choice.rate_to), f"ramp {rate:.6g} to {choice.rate_to:g}/s"
-        )
+        return arrivals.ramp(rng, count, rate, choice.rate_to), f"ramp {rate:.6g} to {choice.rate_to:g}/s"
     on_s, off_s = choice.burst_s or (5.0, 15.0)
-    return arrivals.arrive(
-        workload, arrivals.bursts(rng, count, rate, on_s, off_s), f"bursts of {on_s:g} s every {on_s + off_s:g} s, {rate:.6g}/s"
-    )
+    return arrivals.bursts(rng, count, rate, on_s, off_s), f"bursts of {on_s:g} s every {on_s + off_s:g} s, {rate:.6g}/s"
