@@ -203,8 +203,8 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
                 add(num, outer, op.down_bias)
                 add(1, outer, op.sum_bias)
             case prog.HeadLinear():
-                inner, outer = width[op.x] // op.num_heads, width[op.out] // op.num_heads
-                add(op.num_heads * (inner if op.is_transposed else outer), outer if op.is_transposed else inner, op.weight)
+                rows, cols = (op.x, op.out) if op.is_transposed else (op.out, op.x)
+                add(width[rows], width[cols] // op.num_heads, op.weight)
             case prog.Scale():
                 add(1, 1, op.weight)
             case prog.ShortConv() | prog.CausalConv():
@@ -218,8 +218,6 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
             case prog.Logits():
                 add(width[op.out], width[op.x], op.weight)
                 add(1, width[op.out], op.bias, op.tokens)
-            case _:
-                pass
     return shapes
 
 

@@ -31,10 +31,8 @@ from penstock.types.model_spec import ModelSpec, Pooling, TextEnding, spec_of_eq
 from penstock.types.vocab import GgufVocab
 
 BLOCK = re.compile(r"blk\.(\d{1,6})\.(.+)")
-_ROPE_FACTORS = "rope_freqs.weight"
-_OF_ROPE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
+_OF_ROPE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _ROPE_KINDS: Mapping[str, rope.Kind] = {"none": "default", "linear": "linear", "yarn": "yarn", "longrope": "longrope"}
-_MAGIC = b"GGUF"
 _CONTROL, _USER_DEFINED = 3, 4
 _PRE_WITH_BOS = (
     *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
@@ -222,7 +220,7 @@ def _refuse_other_formats(path: Path) -> None:
     if path.suffix == ".gguf" or not path.is_file():
         return
     with path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
+        if file.read(4) != b"GGUF":
             remedy = "Penstock reads .gguf files and Hugging Face directories (config.json, safetensors, tokenizer.json)."
             raise ModelError(f"{path}: this is not a GGUF file.", remedy=remedy)
 
@@ -311,38 +309,22 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture:
     local_base = file.get(f"{key}.rope.freq_base_swa", float, base)
     if local_base != base and not architecture.has_local_base_in_gguf:
         raise checks.unsupported(file.path, f"{key}.rope.freq_base_swa is {local_base}", f"that of all layers, {base}, is")
-    scaling = file.get(f"{key}.rope.scaling.type", str) or "linear"
+    at = f"{key}.rope.scaling"
+    scaling = file.get(f"{at}.type", str) or "linear"
     if scaling not in _ROPE_KINDS:
-        raise checks.unsupported(file.path, f"{key}.rope.scaling.type is {scaling!r}", f"{', '.join(_ROPE_KINDS)} are")
-    factor_key = f"{key}.rope.scaling.factor"
+        raise checks.unsupported(file.path, f"{at}.type is {scaling!r}", f"{', '.join(_ROPE_KINDS)} are")
+    factor_key = f"{at}.factor"
     if factor_key not in file.metadata:
         factor_key = f"{key}.rope.scale_linear"  # the name before 2023-11; as in llama.cpp, the new one wins
     kind, factor = _ROPE_KINDS[scaling], _positive(file, factor_key)
-    long, short = (file.tensors.get(f"rope_factors_{name}.weight") for name in ("long", "short"))
-    if long is not None and short is not None:  # as in llama.cpp, whatever the type says
+    divisors, long, short = (_read_factors(file, name, dim // 2) for name in _OF_ROPE)
+    if long and short:  # as in llama.cpp, whatever the type says
         kind = "longrope"
     elif kind == "longrope":
         raise file.error("the tensors rope_factors_long.weight and rope_factors_short.weight are missing")
-    growth = 0.1 * math.log(max(1.0, factor)) if kind == "yarn" else 0.0
-    attention_factor = _positive(file, f"{key}.rope.scaling.attn_factor")
-    for name, unset in (("alpha", 0.0), ("yarn_attn_factor", 0.0), ("yarn_ext_factor", -1.0)):
-        found = file.get(f"{key}.rope.scaling.{name}", float)
-        if found in (None, unset, 1.0):
-            continue
-        # Converters write config.json's `attention_factor`, usually the computed one, or its `attn_factor`, which cancels that.
-        if name == "yarn_attn_factor" and math.isclose(found * (1.0 + growth), 1.0, rel_tol=1e-6):
-            attention_factor *= found
-        elif name != "yarn_attn_factor" or not math.isclose(found, 1.0 + growth, rel_tol=1e-6):
-            raise checks.unsupported(file.path, f"{key}.rope.scaling.{name} is {found}", "only 1 is")
-    if kind == "yarn":  # as in llama.cpp's llama-context.cpp
-        multiplier = f"{key}.rope.scaling.yarn_log_multiplier"
-        attention_factor *= (1.0 + growth) / (
-            1.0 + (growth * _positive(file, multiplier) if file.get(multiplier, float) else 0.0)
-        )
-    original_len = file.get(f"{key}.rope.scaling.original_context_length", int) or trained_len
+    original_len = file.get(f"{at}.original_context_length", int) or trained_len
     if not 1 <= original_len <= checks.MAX_MODEL_LEN:
-        raise file.error(f"{key}.rope.scaling.original_context_length is {original_len}")
-    whole = file.tensors.get(_ROPE_FACTORS)
+        raise file.error(f"{at}.original_context_length is {original_len}")
     return rope.RopeParameters(
         kind=kind,
         theta=base,
@@ -350,15 +332,33 @@ def _read_rope(file: GgufFile, key: str, sizes: Mapping[str, int], architecture:
         trained_len=trained_len,
         original_len=original_len,
         factor=factor,
-        attention_factor=attention_factor,
-        beta_fast=_positive(file, f"{key}.rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=_positive(file, f"{key}.rope.scaling.yarn_beta_slow", 1.0),
+        attention_factor=_attention_factor(file, at, factor, is_yarn=kind == "yarn"),
+        beta_fast=_positive(file, f"{at}.yarn_beta_fast", 32.0),
+        beta_slow=_positive(file, f"{at}.yarn_beta_slow", 1.0),
         truncate=architecture.is_yarn_truncated_in_gguf,
-        short_factor=() if short is None else _read_factors(file, short, dim // 2),
-        long_factor=() if long is None else _read_factors(file, long, dim // 2),
-        divisors=() if whole is None else _read_factors(file, whole, dim // 2),
+        short_factor=short,
+        long_factor=long,
+        divisors=divisors,
         query_growth=file.get(f"{key}.attention.temperature_scale", float) or 0.0,
     )
+
+
+def _attention_factor(file: GgufFile, at: str, factor: float, *, is_yarn: bool) -> float:
+    for name, unset in (("alpha", 0.0), ("yarn_ext_factor", -1.0)):
+        if (found := file.get(f"{at}.{name}", float)) not in (None, unset, 1.0):
+            raise checks.unsupported(file.path, f"{at}.{name} is {found}", "only 1 is")
+    growth = 0.1 * math.log(max(1.0, factor)) if is_yarn else 0.0
+    attention_factor, given = _positive(file, f"{at}.attn_factor"), file.get(f"{at}.yarn_attn_factor", float) or 1.0
+    # Converters write config.json's `attention_factor`, usually the computed one, or its `attn_factor`, which cancels that.
+    if math.isclose(given * (1.0 + growth), 1.0, rel_tol=1e-6):
+        attention_factor *= given
+    elif given != 1.0 and not math.isclose(given, 1.0 + growth, rel_tol=1e-6):
+        raise checks.unsupported(file.path, f"{at}.yarn_attn_factor is {given}", "only 1 is")
+    if is_yarn:  # as in llama.cpp's llama-context.cpp
+        multiplier = f"{at}.yarn_log_multiplier"
+        scaled = growth * _positive(file, multiplier) if file.get(multiplier, float) else 0.0
+        attention_factor *= (1.0 + growth) / (1.0 + scaled)
+    return attention_factor
 
 
 def _positive(file: GgufFile, key: str, default: float = 1.0) -> float:
@@ -369,7 +369,10 @@ def _positive(file: GgufFile, key: str, default: float = 1.0) -> float:
     return value
 
 
-def _read_factors(file: GgufFile, entry: TensorEntry, num_pairs: int) -> tuple[float, ...]:
+def _read_factors(file: GgufFile, name: str, num_pairs: int) -> tuple[float, ...]:
+    """Return the numbers of a tensor, which are positive, or none without it."""
+    if (entry := file.tensors.get(name)) is None:
+        return ()
     if matrix_shape(entry) != (1, num_pairs):
         raise file.error(f"{entry.name} has the shape {entry.shape}, not ({num_pairs},)")
     factors = tuple(load_tensor(file, entry, entry.name).dequantize()[0].tolist())
@@ -474,5 +477,4 @@ def _per_token(file: GgufFile, key: str, kind: type[T], num_tokens: int) -> list
 
 
 def _flag(file: GgufFile, name: str, *, default: bool) -> bool:
-    value = file.get(f"tokenizer.ggml.{name}", bool)
-    return default if value is None else value
+    return bool(file.get(f"tokenizer.ggml.{name}", bool, default))

@@ -152,11 +152,12 @@ def read_spec(
     config.only("per_layer_config", {})
     sizes = _read_sizes(config)
     checks.check_sizes(sizes, config.path)
-    for name, key in configured_biases(config, architecture).items():
+    biased = configured_biases(config, architecture)
+    for name, key in biased.items():
         if name not in names:
             raise config.error(f"{key} is True, but the weights lack {name}")
     for name, key in configured_biases(config, architecture, value=False).items():
-        if name in names and name not in configured_biases(config, architecture) and architecture not in ALWAYS_BIASED:
+        if name in names and name not in biased and architecture not in ALWAYS_BIASED:
             raise config.error(f"{key} is False, but the weights include {name}")
     tied = config.get("tie_word_embeddings", bool)
     for head_dim in head_dims.values():

@@ -323,7 +323,7 @@ def _place(
     max_rank: int,
     is_interleaved: bool,
     is_in_order: bool,
-    is_merged: bool = False,
+    is_merged: bool,
     known: Iterable[str],
 ) -> dict[str, _Target]:
     """Return the pair of factors for each site. Raises ModelError if one does not fit the model.
@@ -335,7 +335,7 @@ def _place(
         raise _refused(path, "adapters are for models that write text, and this model only reads text")
     if not shapes:
         raise _refused(path, "it has no LoRA factors", "Check that it is an adapter, and save it again.")
-    known_sites, weights = merge_sites(program) if is_merged else sites(program), checks.weight_shapes(program)
+    known_sites = merge_sites(program) if is_merged else sites(program)
     experts = expert_sites(program) if is_merged else {}
     for name, (a, b) in shapes.items():
         if len(a) not in (2, 3) or len(b) != len(a) or a[-2] != b[-1]:
@@ -347,12 +347,12 @@ def _place(
         _log.info("%s: %s is ignored: its layer reads the keys and values of another", path, pieces[site][0].tensor)
     pieces = used
     stored = {found.tensor: _stored_shape(found, shapes[found.tensor]) for ones in pieces.values() for found in ones}
-    sizes = Sizes(stored, weights, spec)
+    sizes = Sizes(stored, checks.weight_shapes(program), spec)
     placed: dict[str, _Target] = {}
     for site, piece in [(site, piece) for site, found in pieces.items() for piece in found]:
         num_experts, *wanted = experts.get(site, (0, *known_sites.get(site, ())))
         if not wanted:
-            raise _unknown(site, piece.tensor, weights, spec, program, path, known)
+            raise _unknown(site, piece.tensor, spec, program, path, known)
         if piece.layout is not None and piece.layout.place is not None:
             cause = f"it changes {piece.tensor}, which is only a part of a matrix here"
             raise _refused(path, f"{cause}, and changes of parts are not computed")
@@ -438,26 +438,18 @@ def _stored_shape(piece: Piece, pair: tuple[tuple[int, ...], tuple[int, ...]]) -
     return (*experts, inputs, outputs) if is_transposed else (*experts, outputs, inputs)
 
 
-def _unknown(
-    site: str,
-    name: str,
-    weights: Mapping[str, object],
-    spec: ModelSpec,
-    program: Program,
-    path: Path,
-    known: Iterable[str],
-) -> ModelError:
+def _unknown(site: str, name: str, spec: ModelSpec, program: Program, path: Path, known: Iterable[str]) -> ModelError:
     if "expert" in name or ".expert" in site or site.endswith(".router"):
         return _refused(path, f"it changes {name}, and adapters of experts are not computed beside their model", _MERGE_HERE)
     if site in merge_sites(program):
         return _refused(path, f"it changes {name}, which is not computed beside the model", _MERGE_HERE)
-    if site in weights:
+    if site in checks.weight_shapes(program):
         return _refused(path, f"it changes {name}, which is not a matrix that an adapter can change")
     cause = f"it changes {name}, which the model does not have: a {spec.architecture} of {spec.num_layers} layers"
     return _refused(path, cause, f"{_RETRAIN} It has {', '.join(list(known)[:3])} and the like.")
 
 
-def _module_names(architecture: architectures.Architecture, program: Program) -> list[str]:
+def _module_names(architecture: Architecture, program: Program) -> list[str]:
     ends = {site.removeprefix("layers.0.") for site in sites(program)}
     return [
         f"{architecture.hf_layers}0.{name.removesuffix('.weight')}"
