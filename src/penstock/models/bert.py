@@ -115,13 +115,11 @@ def _with_rotary_bert(spec: ModelSpec, activation: Activation, num_types: int) -
     """Return the spec with BERT's layers, biases and token types, but keep its rotary positions."""
     turn = spec.attentions[0].rotation
     found = replace(with_bert(spec, activation), num_types=num_types)
-    return found.with_attention(lambda _, attention: replace(attention, rotation=turn))
+    return found.with_attention_fields(rotation=turn)
 
 
 def _with_biased_attention(spec: ModelSpec) -> ModelSpec:
-    return spec.with_attention(
-        lambda _, attention: replace(attention, rotation=None, mask="all", has_qkv_bias=True, has_o_bias=True)
-    )
+    return spec.with_attention_fields(rotation=None, mask="all", has_qkv_bias=True, has_o_bias=True)
 
 
 def _of_bert(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -404,7 +402,7 @@ def _of_nomic_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 def _with_gated(spec: ModelSpec, activation: Activation, *, has_norm_bias: bool = True, num_types: int = 0) -> ModelSpec:
     spec = replace(with_gated_mlps(spec, activation), norm="layer", has_norm_bias=has_norm_bias, num_types=num_types)
-    return spec.with_attention(lambda _, attention: replace(attention, mask="all"))
+    return spec.with_attention_fields(mask="all")
 
 
 def _nomic_name(name: str) -> str:
@@ -472,7 +470,7 @@ def _of_gte(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     turn = spec.attentions[0].rotation
     if (scaling := config.get("ntk", dict)) is not None:
         turn = _stretched(JsonFile(config.path, scaling), config.positive("rope_theta"), spec.attentions[0].head_dim)
-    return _with_biased_attention(spec).with_attention(lambda _, attention: replace(attention, rotation=turn))
+    return _with_biased_attention(spec).with_attention_fields(rotation=turn)
 
 
 def _stretched(scaling: JsonFile, theta: float, head_dim: int) -> Rotation:
@@ -563,7 +561,7 @@ def _mpnet_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _of_mpnet(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("relative_attention_num_buckets", NUM_BUCKETS)
     spec = replace(_of_hf(config, spec), num_types=0, first_position=_PADDING + 1)
-    return spec.with_attention(lambda _, attention: replace(attention, num_distances=FARTHEST))
+    return spec.with_attention_fields(num_distances=FARTHEST)
 
 
 MPNET = replace(
@@ -616,7 +614,7 @@ def _of_jina(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         raise config.error(f"max_position_embeddings is {spec.max_model_len}: the ALiBi table for it would be too large")
     spec = with_gated_mlps(spec, _JINA_ACTIVATIONS[kind], has_bias=False)
     spec = replace(spec, norm="layer", has_norm_bias=True, num_types=_read_num_types(config))
-    return _with_biased_attention(spec).with_attention(lambda _, attention: replace(attention, num_distances=farthest))
+    return _with_biased_attention(spec).with_attention_fields(num_distances=farthest)
 
 
 JINA_BERT = replace(

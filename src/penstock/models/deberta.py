@@ -40,9 +40,7 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if not 4 <= relative.span <= farthest <= 1 << 16:
         raise config.error(f"position_buckets is {num_buckets}, and max_relative_positions is {farthest}")
     spec = with_bert(spec, read_activation(config, "hidden_act", "gelu"))
-    return spec.with_attention(
-        lambda _, attention: replace(attention, relative=relative, scale=(3 * attention.head_dim) ** -0.5)
-    )
+    return spec.with_attention_fields(relative=relative, scale=(3 * spec.attentions[0].head_dim) ** -0.5)
 
 
 def _head(hf_class: str, config: JsonFile) -> Head | None:

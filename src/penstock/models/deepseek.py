@@ -155,11 +155,7 @@ def _with_latent(spec: ModelSpec, latent: LatentSpec, rank: int, growth: float, 
     if len(turns) > 1 or any(turn is None or turn.query_growth for turn in turns):
         raise checks.unsupported(path, "layers rotate in several ways, or queries grow with their position", "one rotation is")
     head_dim, scale = rank + latent.rotary_dim, (latent.key_dim + latent.rotary_dim) ** -0.5 * growth**2
-    return spec.with_attention(
-        lambda _, attention: replace(
-            attention, num_kv_heads=1, head_dim=head_dim, has_qkv_bias=False, scale=scale, latent=latent
-        )
-    )
+    return spec.with_attention_fields(num_kv_heads=1, head_dim=head_dim, has_qkv_bias=False, scale=scale, latent=latent)
 
 
 def _of_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
@@ -204,7 +200,7 @@ def _with_gguf_latents(file: GgufFile, spec: ModelSpec) -> ModelSpec:
             max(1.0, file.require(f"{key}.rope.scaling.factor", float))
         )
         turn = replace(turn, attention_factor=1.0)
-    spec = spec.with_attention(lambda _, attention: replace(attention, rotation=turn))
+    spec = spec.with_attention_fields(rotation=turn)
     return _with_latent(spec, latent, file.require(f"{key}.attention.kv_lora_rank", int), growth, file.path)
 
 

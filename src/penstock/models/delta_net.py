@@ -254,7 +254,7 @@ def _of_olmo(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only("hidden_act", "silu")
     told = {**config.values, **(config.get("rope_parameters", dict) or {})}
     if told.get("rope_theta", 1.0) is None:  # as published; a missing one is 10,000
-        spec = spec.with_attention(lambda _, attention: replace(attention, rotation=None))
+        spec = spec.with_attention_fields(rotation=None)
     is_linear = _linear_layers(config, spec)
     net = replace(_net_of_hf(config), norm_eps=1e-5, has_rates_to_two=config.require("linear_allow_neg_eigval", bool))
     return spec.with_layers(lambda i, layer: replace(layer, mixer=net) if is_linear[i] else layer)

@@ -66,7 +66,7 @@ def _of_gemma_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _of_gemma2_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
-    return _with_softcap(_of_gemma_hf(config, spec), config.get("attn_logit_softcapping", float))
+    return _of_gemma_hf(config, spec).with_attention_fields(softcap=config.get("attn_logit_softcapping", float) or 0.0)
 
 
 def _of_gemma3_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -99,16 +99,12 @@ def _of_gemma_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
         found = found.with_windows(window, local_layers_of_gguf(file, spec))
     if key != "gemma2":
         return with_local_base(found, rope_base(file, f"{key}.rope.freq_base_swa", _LOCAL_THETA["rope_local_base_freq"]))
-    return _with_softcap(found, file.get("gemma2.attn_logit_softcapping", float, 50.0))
+    return found.with_attention_fields(softcap=file.get("gemma2.attn_logit_softcapping", float, 50.0))
 
 
 def _with_gemma(spec: ModelSpec, scale: float, logit_softcap: float | None) -> ModelSpec:
     spec = replace(_with_gemma1(spec, "gelu_tanh"), logit_softcap=logit_softcap or 0.0)
-    return spec.with_attention(lambda _, attention: replace(attention, scale=scale))
-
-
-def _with_softcap(spec: ModelSpec, softcap: float | None) -> ModelSpec:
-    return spec.with_attention(lambda _, attention: replace(attention, softcap=softcap or 0.0))
+    return spec.with_attention_fields(scale=scale)
 
 
 _SIZES_2B = {

@@ -306,7 +306,7 @@ def with_granite_factors(file: GgufFile, spec: ModelSpec) -> ModelSpec:
     """Apply Granite's scale factors. A missing one is 1, or Llama's for the attention scores."""
     key = file.architecture
     if file.get(f"{key}.rope.scaling.finetuned", bool) is False:
-        spec = spec.with_attention(lambda _, attention: replace(attention, rotation=None))
+        spec = spec.with_attention_fields(rotation=None)
     names = ("embedding_scale", "residual_scale", "logit_scale")
     embed, residual, logits = (file.get(f"{key}.{name}", float) or 1.0 for name in names)
     scores = file.get(f"{key}.attention.scale", float) or None
@@ -315,7 +315,7 @@ def with_granite_factors(file: GgufFile, spec: ModelSpec) -> ModelSpec:
 
 def _with_factors(spec: ModelSpec, embed: float, scores: float | None, residual: float, logits: float) -> ModelSpec:
     spec = replace(spec, embed_scale=embed, residual_scale=residual, logit_scale=1.0 / logits)
-    return spec.with_attention(lambda _, attention: replace(attention, scale=scores))
+    return spec.with_attention_fields(scale=scores)
 
 
 GRANITE = Architecture(
@@ -570,7 +570,7 @@ def _of_gpt2(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _with_gpt2(spec: ModelSpec, activation: Activation) -> ModelSpec:
-    return with_gpt_layers(spec, activation).with_attention(lambda _, attention: replace(attention, rotation=None))
+    return with_gpt_layers(spec, activation).with_attention_fields(rotation=None)
 
 
 def _gpt2_name(name: str) -> str | None:
@@ -629,7 +629,7 @@ def _of_gpt_neo(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     if len(kinds) != spec.num_layers or not all(kind in ("global", "local") for kind in kinds):
         raise config.error(f"attention_types needs global or local for each of {spec.num_layers} layers")
     spec = _with_gpt2(spec, read_activation(config, "activation_function", "gelu_new"))
-    spec = spec.with_attention(lambda _, attention: replace(attention, scale=1.0))
+    spec = spec.with_attention_fields(scale=1.0)
     return with_local_layers(spec, config.require("window_size", int), [kind == "local" for kind in kinds], config.path)
 
 

@@ -113,7 +113,7 @@ def _granite_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _of_granite(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     spec = llama.of_granite_hf(config, spec)
     if (kind := config.get("position_embedding_type", str)) in (None, "nope"):
-        spec = spec.with_attention(lambda _, attention: replace(attention, rotation=None))
+        spec = spec.with_attention_fields(rotation=None)
     elif kind != "rope":
         raise checks.unsupported(config.path, f"position_embedding_type is {kind!r}", "'rope' and 'nope' are")
     width = config.require("shared_intermediate_size", int)
@@ -251,7 +251,7 @@ def _of_falcon(config: JsonFile, spec: ModelSpec) -> ModelSpec:
         mlp_out=mlp_down / mlp_in,
     )
     scale = attention_in * attention_in * factor("key") * spec.attentions[0].head_dim ** -0.5
-    spec = spec.with_attention(lambda _, attention: replace(attention, scale=scale))
+    spec = spec.with_attention_fields(scale=scale)
     spec = replace(spec, embed_scale=factor("embedding"), logit_scale=factor("lm_head"))
     return spec.with_layers(lambda _, layer: replace(layer, beside=net, factors=factors))
 

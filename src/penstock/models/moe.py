@@ -277,7 +277,7 @@ def _describe_glm4(spec: ModelSpec) -> Program:
 def _of_glm4_moe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only_all(hidden_act="silu", n_group=1, topk_group=1)
     mixed = sigmoid_experts_of_hf(config, spec, range(config.require("first_k_dense_replace", int)))
-    return _with_qk_norms(mixed, config.get("use_qk_norm", bool) or False)
+    return mixed.with_attention_fields(has_qk_norms=config.get("use_qk_norm", bool) or False)
 
 
 def _of_glm4_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
@@ -294,11 +294,8 @@ def _of_glm4_moe_gguf(file: GgufFile, spec: ModelSpec) -> ModelSpec:
         num_shared=file.require("glm4moe.expert_shared_count", int),
     )
     dense = range(file.get("glm4moe.leading_dense_block_count", int) or 0)
-    return _with_qk_norms(with_experts(spec, mlp, file.path, dense=dense), "blk.0.attn_q_norm.weight" in file.tensors)
-
-
-def _with_qk_norms(spec: ModelSpec, has_qk_norms: bool) -> ModelSpec:
-    return spec.with_attention(lambda _, attention: replace(attention, has_qk_norms=has_qk_norms))
+    has_qk_norms = "blk.0.attn_q_norm.weight" in file.tensors
+    return with_experts(spec, mlp, file.path, dense=dense).with_attention_fields(has_qk_norms=has_qk_norms)
 
 
 GLM4_MOE = Architecture(
@@ -418,7 +415,7 @@ def _of_gpt_oss(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     spec = experts_of_hf(config, spec, width="intermediate_size")
     spec = with_windows(config, spec, config.require("sliding_window", int), local_layers(spec))
     has_bias = config.get("attention_bias", bool) is not False
-    spec = spec.with_attention(lambda _, attention: replace(attention, has_qkv_bias=has_bias, has_o_bias=has_bias))
+    spec = spec.with_attention_fields(has_qkv_bias=has_bias, has_o_bias=has_bias)
     return _with_gpt_oss(spec)
 
 

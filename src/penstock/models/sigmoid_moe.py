@@ -120,7 +120,7 @@ def _of_afmoe(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     config.only_all(hidden_act="silu", attention_bias=False, score_func="sigmoid", route_norm=True)
     usual = local_layers(spec, config.require("global_attn_every_n_layers", int))
     spec = without_global_rotations(with_windows(config, spec, config.require("sliding_window", int), usual))
-    spec = spec.with_attention(lambda _, attention: replace(attention, has_gate=True))
+    spec = spec.with_attention_fields(has_gate=True)
     if config.get("mup_enabled", bool):
         spec = replace(spec, embed_scale=spec.hidden_size**0.5)
     dense = range(config.require("num_dense_layers", int))

@@ -303,6 +303,10 @@ class ModelSpec:
 
         return self.with_layers(changed)
 
+    def with_attention_fields(self, **fields: Any) -> ModelSpec:
+        """Return a copy with these fields of `AttentionSpec` in each attention."""
+        return self.with_attention(lambda _, attention: replace(attention, **fields))
+
     def with_windows(self, window: int, is_local: Sequence[bool]) -> ModelSpec:
         """Return a copy whose local layers see the last `window` positions, and the others all."""
         return self.with_attention(lambda i, attention: replace(attention, window=window if is_local[i] else 0))
