@@ -198,7 +198,7 @@ def bench(choice: WorkloadChoice, **values: Any) -> None:
     warn_of_unknown_variables()
     slos, loads = parse_slos(values["slo"]), _loads(choice, values)
     check_exists(choice.workload)  # before a server is asked, or a model loaded
-    text_seed = choice.seed if _is_given("seed") else secrets.randbits(32)  # the server may have the texts of earlier commands
+    text_seed = choice.seed if is_given("seed") else secrets.randbits(32)  # the server may have the texts of earlier commands
     runs: list[Run] = []
     is_interrupted = False
     try:
@@ -263,17 +263,17 @@ def _over_http(values: Mapping[str, Any]) -> Iterator[_Asked]:
     from penstock.serve.http.listener import raise_open_files_limit
 
     for name in _SETTINGS:  # Settings in the environment or a file may be for other commands.
-        if name not in ("model", "cache") and _is_given(name):
+        if name not in ("model", "cache") and is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} is for --in-process: give it to the server.")
-    if _is_given("cancel_share") and (values["endpoint"] == Endpoint.EMBEDDINGS or not values["stream"]):
+    if is_given("cancel_share") and (values["endpoint"] == Endpoint.EMBEDDINGS or not values["stream"]):
         raise click.UsageError("--cancel-share is for streams, since clients go away after some tokens: leave it out.")
     raise_open_files_limit()
     target = Target(
         url=values["url"].rstrip("/"),
-        model=values["model"] if _is_given("model") else "",
+        model=values["model"] if is_given("model") or is_given("model_word") else "",
         endpoint=Endpoint(values["endpoint"]),
         stream=values["stream"] and values["endpoint"] != Endpoint.EMBEDDINGS,
-        api_key=_key_for(values["url"], values["api_key"], is_typed=_is_given("api_key")),
+        api_key=_key_for(values["url"], values["api_key"], is_typed=is_given("api_key")),
         extra_body=values["extra_body"],
         tls=client_tls(values["cafile"], insecure=values["insecure"]),
     )
@@ -302,7 +302,7 @@ def _in_process(values: Mapping[str, Any]) -> Iterator[_Asked]:
     from penstock.lab.results import AskedTarget
 
     for name in ("url", "api_key", "cafile", "insecure", "extra_body", "stream", "timeout", "returns", "tenants"):
-        if _is_given(name):
+        if is_given(name):
             raise click.UsageError(f"--{name.replace('_', '-')} is for a server: leave it out, or --in-process.")
     if values["endpoint"] == Endpoint.EMBEDDINGS:
         raise click.UsageError("--endpoint embeddings needs a server: leave out --in-process.")
@@ -369,10 +369,6 @@ async def _ask(
             )
 
 
-def _is_given(name: str) -> bool:
-    return is_given(name) or (name == "model" and click.get_current_context().params.get("model_word") is not None)
-
-
 def _key_for(url: str, api_keys: Sequence[str], *, is_typed: bool) -> str | None:
     """Return the API key to send. Raises PenstockError for a bad URL.
 
@@ -420,7 +416,7 @@ def _run(
     pace = _pace(workload, load, values["max_concurrency"])
     begun_at = datetime.now(UTC).isoformat(timespec="seconds")
     sent = _with_bar(asked, workload, pace)
-    given = {name: values[name] for name in (*_NAMED, *_SETTINGS) if name != "model" and _is_given(name)}
+    given = {name: values[name] for name in (*_NAMED, *_SETTINGS) if name != "model" and is_given(name)}
     plain = {name: value if isinstance(value, (bool, int, float)) else option_text(value) for name, value in given.items()}
     is_interrupted = bool(sent.unfinished) or sent.num_unsent > 0
     if not sent.records:

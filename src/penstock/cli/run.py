@@ -13,7 +13,7 @@ import click
 from penstock.cli.options import EPILOG, GroupedCommand, check_named, is_given, model_option, tables_of_file, with_table
 from penstock.cli.talk import CUT_OFF, NotEmpty, Session, check_text, stats_line, talk_options
 from penstock.config.several import find_table
-from penstock.types.errors import PenstockError
+from penstock.types.errors import ModelError, PenstockError
 
 if TYPE_CHECKING:
     from penstock.inprocess import StructuredOutputsParams
@@ -98,7 +98,6 @@ def _read_pipe() -> str:
 
 def _names_a_model(word: str) -> bool:
     from penstock.models.catalog import resolve
-    from penstock.types.errors import ModelError
 
     try:
         resolve(word, Path())  # any cache folder will do

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.obs.recording import BEGINNING, FORMAT, NOBODY, VERSION
+from penstock.obs.recording import BEGINNING, FORMAT, NOBODY, VERSION, part_path
 from penstock.types.adapter import BASE
 from penstock.types.errors import PenstockError
 from penstock.types.plan import Capacity, StepShape
@@ -234,7 +234,7 @@ def open_recording(path: Path) -> Recording:
     newest = _read_header(path)
     parts = [(newest, path)]
     for idx in range(1, MAX_PARTS):
-        older = path.with_name(f"{path.name}.{idx}")
+        older = part_path(path, idx)
         if not older.is_file() or not is_recording(older):
             break
         header = _read_header(older)
