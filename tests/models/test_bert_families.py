@@ -46,6 +46,10 @@ def test_slopes_of_alibi_are_those_of_the_paper(num_heads, expected):
     ("name", "changes", "words"),
     [
         ("jina_bert", {"max_position_embeddings": 1 << 20}, "the ALiBi table for it would be too large"),
+        ("albert", {"num_hidden_groups": 2}, "num_hidden_groups is 2"),
+        ("albert", {"inner_group_num": 2}, "inner_group_num is 2"),
+        ("albert", {"embedding_size": 0}, "embedding_size is 0"),
+        ("albert", {"embedding_size": 41}, "embed is 263 x 40"),
         ("deberta", {"relative_attention": False}, "relative_attention is False"),
         ("deberta", {"share_att_key": None}, "share_att_key is missing"),
         ("deberta", {"position_biased_input": True}, "position_biased_input is True"),

@@ -135,6 +135,7 @@ def test_each_setting_changes_the_answers(load: Callable[[str], LoadedModel], na
 
 
 MUTATED = (
+    "albert",
     "bert_dense",
     "bert_late",
     "bert_sparse",

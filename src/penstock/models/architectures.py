@@ -20,6 +20,7 @@ from penstock.types.model_spec import Activation, ModelSpec, Pooling
 
 _ROWS = (
     ("bert", "bert", "Bert* HF_ColBERT", "bert"),
+    ("albert", "albert", "Albert*", ""),
     ("deberta", "deberta_v2", "DebertaV2*", ""),
     ("bert", "distilbert", "DistilBert*", ""),
     ("bert", "electra", "Electra* ElectraForPreTraining", ""),
@@ -164,7 +165,6 @@ _REASONS = {
     "its router mixes experts by a rule (SparseMixer) that no backend computes": ("phimoe",),
     "its heads have layer norms, which no backend computes": ("persimmon",),
     "its attention consists of experts, which no backend computes": ("jetmoe",),
-    "its layers share weights, which is not supported": ("albert",),
     "its position embeddings or layers differ from BERT's": ("jinabertv2", "jinabertv3"),
     "its attention is sparse, which no backend computes": (
         *("bigbird", "deepseekv32", "glmdsa", "glmmoedsa", "longformer", "minimaxm3", "minimaxm3sparse"),

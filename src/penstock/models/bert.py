@@ -122,7 +122,7 @@ def _with_biased_attention(spec: ModelSpec) -> ModelSpec:
     return spec.with_attention_fields(rotation=None, mask="all", has_qkv_bias=True, has_o_bias=True)
 
 
-def _of_bert(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+def of_bert(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     return replace(_of_hf(config, spec), num_types=_read_num_types(config))
 
 
@@ -137,7 +137,7 @@ def _of_roberta(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     padding = config.require("pad_token_id", int)
     if not 0 <= padding < _MAX_TYPES:
         raise config.error(f"pad_token_id is {padding}")
-    return replace(_of_bert(config, spec), first_position=padding + 1)
+    return replace(of_bert(config, spec), first_position=padding + 1)
 
 
 def bare_name(name: str) -> str:
@@ -213,7 +213,7 @@ def _distilbert_mlm_head(config: JsonFile) -> Head:
 BERT = Architecture(
     describe=describe,
     is_encoder=True,
-    of_hf=_of_bert,
+    of_hf=of_bert,
     hf_values=bert_values,
     hf_name=bare_name,
     hf_top={
@@ -279,7 +279,7 @@ def _of_electra(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     embed_size = config.require("embedding_size", int)
     if not 0 < embed_size <= spec.hidden_size:
         raise checks.unsupported(config.path, f"embedding_size is {embed_size}", f"1 to hidden_size, {spec.hidden_size}, are")
-    return replace(_of_bert(config, spec), embed_size=embed_size if embed_size < spec.hidden_size else 0)
+    return replace(of_bert(config, spec), embed_size=embed_size if embed_size < spec.hidden_size else 0)
 
 
 ELECTRA = replace(

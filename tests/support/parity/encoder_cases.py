@@ -333,6 +333,37 @@ def _mpnet_cases() -> dict[str, EncoderCase]:
     return cases
 
 
+def _albert_cases() -> dict[str, EncoderCase]:
+    """Three layers with the weights of one."""
+    cases: dict[str, EncoderCase] = {}
+    for number, (name, end) in enumerate(CLASSES.items()):
+        config = _config("albert", f"Albert{end}", embedding_size=40, num_hidden_layers=3, hidden_act="gelu_new")
+        at = "encoder.albert_layer_groups.0.albert_layers.0"
+        found: Shapes = {
+            "embeddings.word_embeddings.weight": (263, 40),
+            "embeddings.position_embeddings.weight": (48, 40),
+            "embeddings.token_type_embeddings.weight": (2, 40),
+            **_norm("embeddings.LayerNorm", 40),
+            **_linear("encoder.embedding_hidden_mapping_in", 72, 40),
+        }
+        for part in ("query", "key", "value", "dense"):
+            found |= _linear(f"{at}.attention.{part}", 72, 72)
+        found |= _norm(f"{at}.attention.LayerNorm", 72) | _norm(f"{at}.full_layer_layer_norm", 72)
+        found |= _linear(f"{at}.ffn", 100, 72) | _linear(f"{at}.ffn_output", 72, 100)
+        others: Shapes = {}
+        if end == "Model":
+            found |= _linear("pooler", 72, 72)
+        elif end == "ForMaskedLM":
+            others = _norm("predictions.LayerNorm", 40) | _linear("predictions.dense", 40, 72) | {"predictions.bias": (263,)}
+        else:
+            config |= _LABELS
+            others = _linear("classifier", 3, 72)
+            if end == "ForSequenceClassification":
+                found |= _linear("pooler", 72, 72)
+        cases[f"albert{name}"] = _case("albert", config, found, others, "albert.", 210 + number)
+    return cases
+
+
 def _deberta_cases() -> dict[str, EncoderCase]:
     """Far distances share rows in two cases, and each has its own in the others, as in the first files of DeBERTa 2."""
     cases: dict[str, EncoderCase] = {}
@@ -864,7 +895,7 @@ def _embedding_gemma_cases() -> dict[str, EncoderCase]:
 
 
 _DISTILBERT, _MPNET, _MODERNBERT, _NOMIC = _distilbert_cases(), _mpnet_cases(), _modernbert_cases(), _nomic_cases()
-_GTE, _JINA_3, _DEBERTA = _gte_cases(), _jina_3_cases(), _deberta_cases()
+_GTE, _JINA_3, _DEBERTA, _ALBERT = _gte_cases(), _jina_3_cases(), _deberta_cases(), _albert_cases()
 _JINA, _ELECTRA, _EUROBERT = _jina_cases(), _electra_cases(), _eurobert_cases()
 _BERT = _bert_cases("bert", "Bert", 100)
 _ROBERTA = _bert_cases("roberta", "Roberta", 110, pad_token_id=2, type_vocab_size=1, max_position_embeddings=50)
@@ -939,6 +970,8 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         "jina_bert": replace(_JINA["jina_bert"], is_mutated=True),
         **_MPNET,
         **_DEBERTA,
+        **_ALBERT,
+        "albert": replace(_ALBERT["albert"], is_mutated=True),
         "deberta": replace(_DEBERTA["deberta"], is_mutated=True),
         **_MODERNBERT,
         **_NOMIC,
