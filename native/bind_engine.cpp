@@ -143,7 +143,7 @@ void add_attention(Engine& self, int q, int out, int layer, int num_heads, float
 }
 
 void add_text_attention(Engine& self, int q, int k, int v, int out, int num_heads, int num_kv_heads, int head_dim, float scale, bool is_causal,
-                        int window, int distances, int num_distances, std::tuple<int, int, int, int, int> relative) {
+                        int window, int distances, int num_distances, std::tuple<int, int, int, int, int> relative, int sinks) {
     const auto [relative_keys, relative_queries, relative_scales, num_relative, same_position] = relative;
     const TextAttentionOp op{q,
                              k,
@@ -161,7 +161,8 @@ void add_text_attention(Engine& self, int q, int k, int v, int out, int num_head
                              relative_queries,
                              relative_scales,
                              num_relative,
-                             same_position};
+                             same_position,
+                             sinks};
     self.add_instruction({.kind = InstructionKind::kTextAttention, .text_attention = op});
 }
 
@@ -595,7 +596,7 @@ void bind_engine(nb::module_& m) {
              "`of_samples`: what comes out for other tokens has no meaning. `samples`: q and out have a row for each sample.")
         .def("add_text_attention", &add_text_attention, nb::kw_only(), "q"_a, "k"_a, "v"_a, "out"_a, "num_heads"_a, "num_kv_heads"_a,
              "head_dim"_a, "scale"_a, "is_causal"_a, "window"_a, "distances"_a, "num_distances"_a,
-             "relative"_a = std::make_tuple(-1, -1, -1, 0, 0),
+             "relative"_a = std::make_tuple(-1, -1, -1, 0, 0), "sinks"_a = -1,
              "Attention within each text, which a step computes whole. The fields are those of instructions.h.")
         .def("add_experts", &add_experts, nb::kw_only(), "num_experts"_a, "num_chosen"_a, "width"_a, "x"_a, "input"_a, "router"_a,
              "router_bias"_a, "selection_bias"_a, "inner"_a, "outer"_a, "inner_bias"_a, "outer_bias"_a, "activation"_a, "is_sigmoid"_a,

@@ -682,7 +682,8 @@ void Engine::run_text_attention(const TextAttentionOp& op, const Stage& stage, i
                                      relative ? relative[kv_head] : 0.0f,
                                      relative ? relative[op.num_heads + kv_head] : 0.0f,
                                      op.num_relative,
-                                     op.same_position};
+                                     op.same_position,
+                                     op.sinks < 0 ? nullptr : weights_.vector(op.sinks) + int64_t{kv_head} * heads_per_kv};
         kernels_.text_attention(work, attention_scratch_[member].data());
     }
 }

@@ -107,6 +107,7 @@ struct TextAttentionOp {
     // num_relative, 2], and a vector with the scale of each, [2, num_heads]. A token is at distance `same_position` from itself.
     int32_t relative_keys = -1, relative_queries = -1, relative_scales = -1;
     int32_t num_relative = 0, same_position = 0;
+    int32_t sinks = -1;  // vector [num_heads]
 };
 
 // A layer's mixture of experts. A matrix has the rows of all experts, one expert after the other, each in whole panels: `inner` an expert's

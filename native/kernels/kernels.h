@@ -224,6 +224,7 @@ struct TextAttentionTask {
     const int16_t *relative_keys, *relative_queries;
     float relative_key_scale, relative_query_scale;
     int32_t num_relative, same_position;
+    const float* sinks;       // null, or a score for each of these heads: e^score is added to its softmax's denominator
 };
 
 // Most columns of a recurrent state in one task: those of a line (recurrence.h).

@@ -175,8 +175,9 @@ PENSTOCK_INLINE void score_distances(const TextAttentionTask& t, const TextScrat
 }
 
 // The weights of a query's scores of the positions [from, to), of which it sees [lo, hi), as integers; the others weigh nothing. Returns
-// their sum.
-PENSTOCK_INLINE float soften_text(float* scores, const float* biases, int16_t* weights, int from, int to, int lo, int hi) {
+// their sum, with the weight of the sink, which is null or a score.
+PENSTOCK_INLINE float soften_text(float* scores, const float* biases, const float* sink, int16_t* weights, int from, int to, int lo,
+                                  int hi) {
     const vf lowest = set1(kLowest);
     if (biases) {
         for (int i = from; i < to; i += kLanes) store(scores + i, add(load(scores + i), load(biases + i)));
@@ -196,7 +197,8 @@ PENSTOCK_INLINE float soften_text(float* scores, const float* biases, int16_t* w
             store_i16(weights + i + j * kLanes, weight);
         }
     }
-    return reduce_add(add(sum[0], sum[1]));
+    const float total = reduce_add(add(sum[0], sum[1]));
+    return sink ? total + reduce_max(mul(exp2_saturating(sub(set1(*sink * kLog2E), top)), set1(kLargestWeight))) : total;
 }
 
 // The sums of values, of the positions [from, to), with the weights of `count` queries.
@@ -256,8 +258,8 @@ void attend_tile(const TextAttentionTask& t, const TextScratch& s, int head, int
     for (int r = 0; r < count; ++r) {
         const int row = query + r;
         const float* const biases = t.distances ? s.biases + t.num_tokens + kBlock - row + s.begin : nullptr;
-        sums[r] = soften_text(s.scores + int64_t{r} * s.count, biases, s.weights + int64_t{r} * s.count, from, to,
-                              first_seen(t, row) - s.begin, end_seen(t, row) - s.begin);
+        sums[r] = soften_text(s.scores + int64_t{r} * s.count, biases, t.sinks ? t.sinks + head : nullptr,
+                              s.weights + int64_t{r} * s.count, from, to, first_seen(t, row) - s.begin, end_seen(t, row) - s.begin);
     }
     store(sums, div(set1(1.0f), load(sums)));
     sum_values(t, s, weights, from, to, sums, t.out + query * t.q_ld + head * t.head_dim, count);

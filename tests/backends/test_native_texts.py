@@ -143,6 +143,7 @@ def attention_case(
     window: int = 0,
     num_distances: int = 0,
     relative: RelativeSpec | None = None,
+    sinks: str | None = None,
 ) -> Case:
     """Attention alone: every token id has a query, a key and a value of its own, and every token an answer."""
     rng = np.random.default_rng(head_dim)
@@ -159,7 +160,8 @@ def attention_case(
         weights |= {name: rng.standard_normal((1, width)).astype(np.float32) for name in ("norm", "shift", "bk", "bq")}
         rows = rows_of(relative, MAX_LEN)
         of_distances = Relative("table", 2 * relative.span, "norm", "shift", "wk", "bk", "wq", "bq", 1e-3, rows)
-    op = TextAttention("y", "q", "k", "v", *sizes, mask, window, distances, num_distances, of_distances)
+    op = TextAttention("y", "q", "k", "v", *sizes, mask, window, distances, num_distances, of_distances, sinks)
+    weights |= {} if sinks is None else {sinks: 3 * rng.standard_normal((1, num_heads)).astype(np.float32)}
     return Case([*(Embed(name, name) for name in ("q", "k", "v")), op, States("y")], widths, weights)
 
 
@@ -182,6 +184,7 @@ def texts_and_answers(*settings: Any) -> tuple[list[Text], list[F32]]:
         (6, 2, 34, "all", 3, 500),
         (3, 3, 64, "all", 0, 0, RelativeSpec(span=64, farthest=200)),
         (2, 2, 17, "all", 0, 9, RelativeSpec(span=400)),
+        (6, 2, 24, "all", 8, 0, None, "s"),
     ],
 )
 def test_attention_within_texts(variant: str, settings: tuple[Any, ...]) -> None:
@@ -199,10 +202,10 @@ def test_the_memory_for_distances_is_planned() -> None:
     assert 0.9 * relative_bytes(case.program) < held <= relative_bytes(case.program)
 
 
-@pytest.mark.parametrize("name", ["table", "norm", "shift", "wk", "bk", "wq", "bq"])
+@pytest.mark.parametrize("name", ["table", "norm", "shift", "wk", "bk", "wq", "bq", "s"])
 def test_integers_of_distances_hide_no_number_that_is_none(name: str) -> None:
-    case = attention_case(2, 2, 34, "all", 0, 0, RelativeSpec(span=8, farthest=20))
-    cast("F32", case.model.weights[name].stored)[0, 5] = np.nan
+    case = attention_case(2, 2, 34, "all", 0, 0, RelativeSpec(span=8, farthest=20), "s")
+    cast("F32", case.model.weights[name].stored)[0, 1] = np.nan
     assert Steps(case.native()).run([((3, 6, 8) * 9, 0)]) == [NO_USABLE_STATE]
 
 

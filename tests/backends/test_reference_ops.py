@@ -542,14 +542,15 @@ def test_attention_within_a_text(mask: Mask, window: int, distances: int):
     assert_close(actual, expected)
 
 
-def test_disentangled_attention_has_keys_and_queries_of_distances():
+def test_disentangled_attention_has_keys_and_queries_of_distances_and_may_have_sinks():
     q, k, v = values(NUM_TOKENS, 16), values(NUM_TOKENS, 16), values(NUM_TOKENS, 16)
     weights = {"table": values(6, 16), "norm": values(1, 16), "shift": values(1, 16)}
     weights |= {"wk": values(16, 16), "wq": values(16, 16), "bk": values(1, 16), "bq": values(1, 16)}
     rows = rows_of(RelativeSpec(span=3), NUM_TOKENS)
     assert rows == tuple(min(max(3 - distance, 0), 5) for distance in range(1 - NUM_TOKENS, NUM_TOKENS))
     relative = Relative("table", 6, "norm", "shift", "wk", "bk", "wq", "bq", 0.1, rows)
-    op = TextAttention("y", "q", "k", "v", 2, 2, 8, 0.5, relative=relative)
+    weights["sinks"] = values(1, 2)
+    op = TextAttention("y", "q", "k", "v", 2, 2, 8, 0.5, relative=relative, sinks="sinks")
     program = Program((op, States("y")), (), KV_SHAPES, 11)
     actual = Interpreter(program, {name: tensor(found) for name, found in weights.items()}).run(
         replace(make_row(q=q, k=k, v=v), cache=None)
@@ -560,10 +561,10 @@ def test_disentangled_attention_has_keys_and_queries_of_distances():
     far_k, far_q = table @ weights["wk"].T + weights["bk"], table @ weights["wq"].T + weights["bq"]
     expected = np.zeros((NUM_TOKENS, 16))
     for i in range(NUM_TOKENS):
-        for own in (slice(0, 8), slice(8, 16)):
+        for own, sink in zip((slice(0, 8), slice(8, 16)), weights["sinks"][0], strict=True):
             at = [rows[NUM_TOKENS - 1 + j - i] for j in range(NUM_TOKENS)]
             scores = k[:, own] @ q[i, own] + far_k[at][:, own] @ q[i, own] + (far_q[at][:, own] * k[:, own]).sum(1)
-            shares = np.exp(0.5 * scores) / np.exp(0.5 * scores).sum()
+            shares = np.exp(0.5 * scores) / (np.exp(0.5 * scores).sum() + np.exp(sink))
             expected[i, own] = shares @ v[:, own]
     assert_close(actual, expected)
 

@@ -422,7 +422,6 @@ def test_a_gemma_4_in_a_gguf_file_names_its_local_layers(tmp_path: Path, period:
         ("falcon_h1", "a recurrent state"),
         ("deepseek_v2", "latent attention"),
         ("gemma2", "a cap of attention scores"),
-        ("gpt_oss", "attention sinks"),
         ("afmoe", "gated attention"),
         ("gemma4_shared", "layers that read the keys and values of another layer"),
     ],

@@ -150,6 +150,7 @@ MUTATED = (
     "modernbert",
     "nomic_bert_old_names",
     "nomic_bert_experts",
+    "privacy_filter",
     "qwen3_embedding",
     "mistral_both_ways",
     "qwen3_score",

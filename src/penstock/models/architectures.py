@@ -115,6 +115,7 @@ _ROWS = (
     ("moe", "minimax_m2", "MiniMaxM2ForCausalLM", "minimax-m2"),
     ("moe", "mixtral", "MixtralForCausalLM", ""),
     ("moe", "olmoe", "OlmoeForCausalLM", "olmoe"),
+    ("moe", "privacy_filter", "OpenAIPrivacyFilterModel OpenAIPrivacyFilterForTokenClassification", ""),
     ("moe", "qwen2_moe", "Qwen2MoeForCausalLM", "qwen2moe"),
     ("moe", "qwen3_moe", "Qwen3MoeForCausalLM", "qwen3moe"),
     ("moe", "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", "qwen3vlmoe"),

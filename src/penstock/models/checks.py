@@ -108,7 +108,6 @@ def _check_ending(spec: ModelSpec, path: Path) -> None:
         "a recurrent state": any(not isinstance(mixer, AttentionSpec) for mixer in mixers),
         "latent attention": any(attention.latent for attention in spec.attentions),
         "a cap of attention scores": any(attention.softcap for attention in spec.attentions),
-        "attention sinks": any(attention.has_sinks for attention in spec.attentions),
         "gated attention": any(attention.has_gate for attention in spec.attentions),
         "layers that read the keys and values of another layer": len(spec.kv_attentions) < len(spec.attentions),
     }
@@ -184,6 +183,7 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
                 add(op.num_types, width[op.x], op.weight)
             case prog.TextAttention():
                 add(op.num_heads, 2 * op.num_distances + 1, op.distances)
+                add(1, op.num_heads, op.sinks)
                 if op.relative is not None:
                     add(1, width[op.q], op.relative.norm, op.relative.norm_bias)
                     add(op.relative.num_rows, width[op.q], op.relative.table)

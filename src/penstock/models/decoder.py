@@ -181,16 +181,16 @@ class Decoder:
         out = self._buffer("attn", spec.num_heads * spec.head_dim)
         scale = spec.head_dim**-0.5 if spec.scale is None else spec.scale
         sizes = (spec.num_heads, spec.num_kv_heads, spec.head_dim, scale)
+        sinks = f"{at}.sinks" if spec.has_sinks else None
         if self._spec.ending is not None:
             distances = "distances" if spec.num_distances else None
             by_distance = distances, spec.num_distances, relative(self._spec, layer)
-            self._ops.append(prog.TextAttention(out, q, k, v, *sizes, spec.mask, spec.window, *by_distance))
+            self._ops.append(prog.TextAttention(out, q, k, v, *sizes, spec.mask, spec.window, *by_distance, sinks))
             return out
         # `key_centre` requires that the bias reaches the keys unscaled, and that only differences of scores matter.
         has_centre = spec.has_qkv_bias and not (qk_norms or spec.softcap or spec.has_sinks)
         if spec.kv_layer is None:
             self._ops.append(prog.KvWrite(index, k, v, *((f"{at}.k_bias", *angles) if has_centre else ())))
-        sinks = f"{at}.sinks" if spec.has_sinks else None
         self._ops.append(prog.Attention(out, q, index, *sizes, window=spec.window, softcap=spec.softcap, sinks=sinks))
         if spec.has_gate:
             bias = f"{at}.q_gate_bias" if spec.has_qkv_bias else None

@@ -7,13 +7,13 @@ ernie4-5-moe.cpp and conversion/gpt_oss.py of llama.cpp.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from penstock.models import checks, gemma, llama
-from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Parts, with_defaults
+from penstock.models.architectures import GGUF_LAYER, HF_LAYER, Architecture, Head, HeadLayer, Parts, with_defaults
 from penstock.models.gguf_file import GgufFile
 from penstock.models.hf_config import JsonFile
 from penstock.models.layers import (
@@ -25,6 +25,7 @@ from penstock.models.layers import (
     local_layers_of_gguf,
     read_gguf_experts,
     sigmoid_experts_of_hf,
+    with_both_sides,
     with_experts,
     with_local_layers,
     with_windows,
@@ -411,9 +412,13 @@ _GPT_OSS_DEFAULTS = {"rope_theta": 150000.0, "rms_norm_eps": 1e-5, "head_dim": 6
 
 
 def _of_gpt_oss(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    return _gpt_oss_of_hf(config, spec, local_layers(spec))
+
+
+def _gpt_oss_of_hf(config: JsonFile, spec: ModelSpec, is_local: Sequence[bool]) -> ModelSpec:
     config.only_all(hidden_act="silu", swiglu_alpha=1.702, swiglu_limit=7.0)
     spec = experts_of_hf(config, spec, width="intermediate_size")
-    spec = with_windows(config, spec, config.require("sliding_window", int), local_layers(spec))
+    spec = with_windows(config, spec, config.require("sliding_window", int), is_local)
     has_bias = config.get("attention_bias", bool) is not False
     spec = spec.with_attention_fields(has_qkv_bias=has_bias, has_o_bias=has_bias)
     return _with_gpt_oss(spec)
@@ -462,3 +467,34 @@ GPT_OSS = Architecture(
     is_yarn_truncated_in_gguf=False,
 )
 """YaRN's range is not rounded, as in training; llama.cpp rounds it."""
+
+
+# OpenAI's privacy filter: gpt-oss that reads texts, with windows to both sides in all layers
+
+_FILTER_GATE_UP = "mlp.experts.gate_up_proj"
+
+
+def _of_privacy_filter(config: JsonFile, spec: ModelSpec) -> ModelSpec:
+    return with_both_sides(_gpt_oss_of_hf(config, spec, [True] * spec.num_layers))
+
+
+def _privacy_filter_head(hf_class: str, _: JsonFile) -> Head | None:
+    return Head("each", (HeadLayer("score", is_last=True),)) if hf_class.endswith("ForTokenClassification") else None
+
+
+PRIVACY_FILTER = Architecture(
+    describe=llama.describe,
+    is_encoder=True,
+    of_hf=_of_privacy_filter,
+    hf_values=GPT_OSS.hf_values,
+    hf_name=lambda name: name.removeprefix("model."),
+    hf_top={"embed_tokens.weight": "embed", "norm.weight": "norm"},
+    hf_layers="layers.",
+    hf_layer={
+        **{name: found for name, found in GPT_OSS.hf_layer.items() if not name.endswith("_blocks")},
+        _FILTER_GATE_UP: replace(_GATE_UP, is_transposed=True),
+        f"{_FILTER_GATE_UP}_bias": Parts(("expert_gate_bias", "expert_up_bias")),
+    },
+    hf_head=_privacy_filter_head,
+    is_interleaved_in_hf=True,
+)

@@ -218,6 +218,7 @@ class TextAttention(Op):
     """Weight [num_heads, 2 D + 1], D = `num_distances`: column D + clip(j - i, -D, D) is added to the score of i and j."""
     num_distances: int = 0
     relative: Relative | None = None
+    sinks: str | None = None  # as in `Attention`
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from penstock.models.architectures import find
 from penstock.types.model_spec import Pooling
 from support.parity.golden import GOLDEN_DIR
 from support.parity.tiny import FloatArray, Gguf, Shapes, TinyCase, case_token_ids, write_case
-from support.parity.tiny_cases import settings, shapes
+from support.parity.tiny_cases import GPT_OSS, GPT_OSS_FACTORS, GPT_OSS_TRANSPOSED, gpt_oss_shapes, settings, shapes
 from support.tiny_models import TOKENIZER_METADATA, GgufValue, write_gguf_file, write_safetensors
 
 DENSE_SIZE = 50
@@ -361,6 +361,22 @@ def _albert_cases() -> dict[str, EncoderCase]:
             if end == "ForSequenceClassification":
                 found |= _linear("pooler", 72, 72)
         cases[f"albert{name}"] = _case("albert", config, found, others, "albert.", 210 + number)
+    return cases
+
+
+def _privacy_filter_cases() -> dict[str, EncoderCase]:
+    cases: dict[str, EncoderCase] = {}
+    for number, (name, end) in enumerate({"": "Model", "_tokens": "ForTokenClassification"}.items()):
+        config = {**GPT_OSS, "model_type": "openai_privacy_filter", "architectures": [f"OpenAIPrivacyFilter{end}"]}
+        config = {key: value for key, value in config.items() if key not in ("hidden_act", "layer_types")}
+        found = {key.removeprefix("model."): shape for key, shape in gpt_oss_shapes(config).items() if key != "lm_head.weight"}
+        others: Shapes = {}
+        if end == "ForTokenClassification":
+            # Of all experts: rounded activations choose another one for some tokens, whose scores then differ much.
+            config |= {**_LABELS, "num_experts_per_tok": 7}
+            others = _linear("score", 3, 72)
+        case = _case("privacy_filter", config, found, others, "model.", 220 + number)
+        cases[f"privacy_filter{name}"] = replace(case, transposed=GPT_OSS_TRANSPOSED, factors=GPT_OSS_FACTORS)
     return cases
 
 
@@ -895,6 +911,7 @@ def _embedding_gemma_cases() -> dict[str, EncoderCase]:
 
 
 _DISTILBERT, _MPNET, _MODERNBERT, _NOMIC = _distilbert_cases(), _mpnet_cases(), _modernbert_cases(), _nomic_cases()
+_PRIVACY_FILTER = _privacy_filter_cases()
 _GTE, _JINA_3, _DEBERTA, _ALBERT = _gte_cases(), _jina_3_cases(), _deberta_cases(), _albert_cases()
 _JINA, _ELECTRA, _EUROBERT = _jina_cases(), _electra_cases(), _eurobert_cases()
 _BERT = _bert_cases("bert", "Bert", 100)
@@ -971,6 +988,8 @@ ENCODERS: Mapping[str, EncoderCase] = MappingProxyType(
         **_MPNET,
         **_DEBERTA,
         **_ALBERT,
+        **_PRIVACY_FILTER,
+        "privacy_filter": replace(_PRIVACY_FILTER["privacy_filter"], is_mutated=True),
         "albert": replace(_ALBERT["albert"], is_mutated=True),
         "deberta": replace(_DEBERTA["deberta"], is_mutated=True),
         **_MODERNBERT,

@@ -1456,7 +1456,7 @@ _GEMMA4_CASES = {
     ),
 }
 
-_GPT_OSS = settings(
+GPT_OSS = settings(
     "gpt_oss",
     "GptOssForCausalLM",
     num_hidden_layers=3,
@@ -1477,10 +1477,13 @@ _GPT_OSS = settings(
         "truncate": False,
     },
 )
-_WIDE_GPT_OSS = {**_GPT_OSS, "hidden_size": 96, "intermediate_size": 64}
+GPT_OSS_TRANSPOSED = ("experts.gate_up_proj", "experts.down_proj")
+GPT_OSS_FACTORS = {"experts.gate_up_proj": 3.0, "experts.down_proj": 0.3}
+"""With these, some gates and their partners are beyond 7."""
+_WIDE_GPT_OSS = {**GPT_OSS, "hidden_size": 96, "intermediate_size": 64}
 
 
-def _gpt_oss_shapes(config: Mapping[str, Any]) -> Shapes:
+def gpt_oss_shapes(config: Mapping[str, Any]) -> Shapes:
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     return shapes(
         config,
@@ -1499,13 +1502,13 @@ def _gpt_oss_shapes(config: Mapping[str, Any]) -> Shapes:
 
 _GPT_OSS_CASE = TinyCase(
     architecture="gpt_oss",
-    config=_GPT_OSS,
-    shapes=_gpt_oss_shapes(_GPT_OSS),
+    config=GPT_OSS,
+    shapes=gpt_oss_shapes(GPT_OSS),
     seed=43,
-    transposed=("experts.gate_up_proj", "experts.down_proj"),
-    factors={"experts.gate_up_proj": 3.0, "experts.down_proj": 0.3},  # some gates and their partners are beyond 7
+    transposed=GPT_OSS_TRANSPOSED,
+    factors=GPT_OSS_FACTORS,
 )
-_MXFP4_CASE = replace(_GPT_OSS_CASE, config=_WIDE_GPT_OSS, shapes=_gpt_oss_shapes(_WIDE_GPT_OSS), has_mxfp4_experts=True)
+_MXFP4_CASE = replace(_GPT_OSS_CASE, config=_WIDE_GPT_OSS, shapes=gpt_oss_shapes(_WIDE_GPT_OSS), has_mxfp4_experts=True)
 _GPT_OSS_GGUF = Gguf(
     architecture="gpt-oss",
     metadata={

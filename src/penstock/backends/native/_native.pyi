@@ -300,6 +300,7 @@ class Engine:
         distances: int,
         num_distances: int,
         relative: tuple[int, int, int, int, int] = (-1, -1, -1, 0, 0),
+        sinks: int = -1,
     ) -> None: ...
     @property
     def block_bytes(self) -> int: ...

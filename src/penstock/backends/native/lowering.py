@@ -57,7 +57,8 @@ COMPUTED = frozenset(
         *("HeadLinear", "HeadLinear.is_transposed", "LatentWrite", "LatentAttention"),
         *("Scale", "Scale.factor", "Scale.weight", "Columns", "Place"),
         *("TextAttention", "TextAttention.mask", "TextAttention.window", "FirstRows", "MeanRows", "SparseRows"),
-        *("TextAttention.distances", "TextAttention.num_distances", "TextAttention.relative", "States", "States.is_normalised"),
+        *("TextAttention.distances", "TextAttention.num_distances", "TextAttention.relative", "TextAttention.sinks"),
+        *("States", "States.is_normalised"),
         *("Logits", "Logits.scale", "Logits.bias", "Logits.tokens", "Softcap", "Act", "GatedActivation"),
         *(f"{op} with {kind}" for op in ("GatedActivation", "Experts") for kind in ACTIVATION_KINDS),
         *(f"Act with {kind}" for kind in ACTIVATION_KINDS if kind != "swiglu_clamped"),
@@ -640,6 +641,7 @@ class _Emitter:
             distances=self._weights.vector(op.distances),
             num_distances=op.num_distances,
             relative=add_relative(self._engine, op, self._num_positions, lambda name: self._weights.tensor(name).dequantize()),
+            sinks=self._weights.vector(op.sinks),
         )
 
     def _padded_buffer(self, name: str, num_heads: int, head_dim: int) -> int:

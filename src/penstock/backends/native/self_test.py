@@ -183,7 +183,8 @@ def _texts(variant: str) -> F32:
     num_distances = PROMPT + 2 * BLOCK  # positions are computed in blocks
     keys, queries = (engine.add_integers(rng.integers(-3000, 3000, HIDDEN * num_distances, np.int16)) for _ in range(2))
     scales = engine.add_vector(np.full(2 * HEADS, 3e-4, np.float32))
-    attend(q=attended, k=q, v=q, out=again, num_kv_heads=HEADS, relative=(keys, queries, scales, num_distances, PROMPT))
+    relative, sinks = (keys, queries, scales, num_distances, PROMPT), engine.add_vector(np.array([0.3, -1.0], np.float32))
+    attend(q=attended, k=q, v=q, out=again, num_kv_heads=HEADS, relative=relative, sinks=sinks)
     engine.add_rows([RowOp(RowOpKind.ROUND, out=wide, x=again)], samples=False)
     engine.add_linear([(matrix(TEXT_INNER, HIDDEN), wide, inner, -1, -1)], samples=False, has_gelu=True)
     last = matrix(HIDDEN, TEXT_INNER, apart=(0, 3, 4, TEXT_INNER - 1))

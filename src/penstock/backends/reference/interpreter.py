@@ -238,6 +238,7 @@ class Interpreter:
         keys, values = (row.buffers[name].reshape(-1, op.num_kv_heads, op.head_dim) for name in (op.k, op.v))
         out = np.empty_like(queries)
         distances = None if op.distances is None else self._matrix(op.distances)
+        sinks = None if op.sinks is None else self._vector(op.sinks)
         of_distances = None if op.relative is None else self._keys_and_queries(op, op.relative)
         for i in range(len(queries)):
             start = max(0, i + 1 - op.window) if op.window else 0
@@ -250,7 +251,7 @@ class Interpreter:
                 far_keys, far_queries = (part[:, len(part[0]) // 2 - i :][:, start:end] for part in of_distances)
                 scores = np.einsum("hd,hjd->hj", queries[i], far_keys) + np.einsum("hjd,jhd->hj", far_queries, keys[start:end])
                 biases = scores * np.float32(op.scale) + (0 if biases is None else biases)
-            out[i] = attend(queries[i], keys[start:end], values[start:end], op.scale, biases=biases)
+            out[i] = attend(queries[i], keys[start:end], values[start:end], op.scale, sinks=sinks, biases=biases)
         return out.reshape(len(queries), -1)
 
     def _keys_and_queries(self, op: prog.TextAttention, relative: Relative) -> list[F32]:
