@@ -46,6 +46,9 @@ def test_slopes_of_alibi_are_those_of_the_paper(num_heads, expected):
     ("name", "changes", "words"),
     [
         ("jina_bert", {"max_position_embeddings": 1 << 20}, "the ALiBi table for it would be too large"),
+        ("privacy_filter", {"sliding_window": None}, "sliding_window is missing"),
+        ("privacy_filter", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
+        ("privacy_filter_tokens", {"token_classification_bias": False}, "dense.0_bias"),
         ("albert", {"num_hidden_groups": 2}, "num_hidden_groups is 2"),
         ("albert", {"inner_group_num": 2}, "inner_group_num is 2"),
         ("albert", {"embedding_size": 0}, "embedding_size is 0"),

@@ -478,8 +478,11 @@ def _of_privacy_filter(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     return with_both_sides(_gpt_oss_of_hf(config, spec, [True] * spec.num_layers))
 
 
-def _privacy_filter_head(hf_class: str, _: JsonFile) -> Head | None:
-    return Head("each", (HeadLayer("score", is_last=True),)) if hf_class.endswith("ForTokenClassification") else None
+def _privacy_filter_head(hf_class: str, config: JsonFile) -> Head | None:
+    if not hf_class.endswith("ForTokenClassification"):
+        return None
+    has_bias = config.get("token_classification_bias", bool) is not False
+    return Head("each", (HeadLayer("score", is_last=True, has_bias=has_bias),))
 
 
 PRIVACY_FILTER = Architecture(
