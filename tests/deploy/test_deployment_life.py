@@ -155,8 +155,8 @@ def test_a_model_that_leaves_is_closed_when_its_last_user_has_gone_and_takes_no_
         a.begin_use(is_user=True)  # a part of what the user does
         a.end_use()
         assert not world.closed
-        world.deployment._has_changed = False
-    assert world.deployment._has_changed, "nothing woke the keeper"
+        world.deployment._woken.clear()
+    assert world.deployment._woken.is_set(), "nothing woke the keeper"
     world.deployment.tend()
     assert (world.states, world.closed) == ("-L-", [("a", 0)])
     assert b.done()
@@ -247,8 +247,8 @@ def test_background_requests_keep_no_model_that_leaves_from_people() -> None:
                 (wanted,) = world.want(name)
                 world.deployment.tend()
                 assert (world.states, wanted.done()) == ("v--", False)
-            world.deployment._has_changed = False
-        assert world.deployment._has_changed, "nothing woke the keeper"
+            world.deployment._woken.clear()
+        assert world.deployment._woken.is_set(), "nothing woke the keeper"
         world.deployment.tend()
         assert world.closed == [("a", 0)]
 

@@ -110,9 +110,10 @@ class Deployment:
         self.update: Callable[[], Sequence[str]] | None = None
         """Rereads and applies the configuration, and describes the changes. Blocks, and raises PenstockError. None if this
         server can't be updated."""
-        self._changed = threading.Condition()
-        """Guards the next four fields, and wakes the keeper."""
-        self._has_changed = False
+        self._woken = threading.Event()
+        """Set when the keeper has something to do."""
+        self._lock = threading.Lock()
+        """Guards the next three fields."""
         self.is_closing = False
         self._wanted: dict[ServedModel, _Wish] = {}
         """Models to load, in the order of the requests."""
@@ -277,12 +278,12 @@ class Deployment:
                     self._load(one)
                     assert one.running is not None, "it was loaded"
                     started.callback(one.running.close)
-            with self._changed:
+            with self._lock:
                 if self.is_closing:
                     raise _shutting_down()
                 self._gone += tuple([one for one in self.served if one not in served])
                 self.served, self._by_name, self.splits = tuple(served), by_name, tuple(splits)
-                self._notify()
+                self._woken.set()
             started.pop_all()
 
     def find(self, name: str | None) -> ServedModel | None:
@@ -299,7 +300,7 @@ class Deployment:
 
         A load for background requests alone fails with `PutOff` rather than unload a model that people use.
         """
-        with self._changed:
+        with self._lock:
             if served not in self.served:
                 served = self._by_name.get(served.name, served)
             if served not in self.served:
@@ -314,7 +315,7 @@ class Deployment:
                     return loaded
             wish = self._wanted.setdefault(served, _Wish(Future(), is_background))
             wish.is_background &= is_background
-            self._notify()
+            self._woken.set()
             return wish.future
 
     def expected_wait_s(self, served: ServedModel) -> float:
@@ -338,12 +339,12 @@ class Deployment:
         future fails with `Rejected` if the server shuts down.
         """
         until_ns = None if timeout_s is None else self.clock.now_ns() + int(timeout_s * 1e9)
-        with self._changed:
+        with self._lock:
             if self.is_closing:
                 return _failed(_shutting_down())
             future, _ = self._unwanted.get(served, (Future(), None))
             self._unwanted[served] = future, until_ns
-            self._notify()
+            self._woken.set()
         return future
 
     def keep(self, served: ServedModel, idle_ns: int) -> None:
@@ -353,16 +354,15 @@ class Deployment:
         """
         with contextlib.suppress(ModelAway), served.answerer().using():
             served.kept_idle_ns = idle_ns
-            with self._changed:
-                self._notify()
+            self._woken.set()
 
     def drain(self) -> None:
         """Refuse new requests, and let running ones end."""
-        with self._changed:
+        with self._lock:
             self.is_closing = True
             wanted, self._wanted = self._wanted, {}
             unwanted, self._unwanted = self._unwanted, {}
-            self._notify()
+            self._woken.set()
         for wish in wanted.values():
             wish.future.set_exception(_shutting_down())
         for gone, _ in unwanted.values():
@@ -399,10 +399,8 @@ class Deployment:
             except Exception:  # the thread must survive: all models need it
                 _log.exception("the models could not be tended; this is tried again soon")
                 due_ns = self.clock.now_ns() + TEND_AGAIN_NS
-            with self._changed:
-                if not self._has_changed:
-                    self._changed.wait(None if due_ns is None else max(0, due_ns - self.clock.now_ns()) / 1e9)
-                self._has_changed = False
+            self._woken.wait(None if due_ns is None else max(0, due_ns - self.clock.now_ns()) / 1e9)
+            self._woken.clear()
 
     def tend(self) -> int | None:
         """Load and unload the models that are due. Return the time for the next call, or None to wait for an event.
@@ -424,7 +422,7 @@ class Deployment:
         for served in self._gone:
             if served.state is ModelState.LOADED:
                 self._begin_unload(served, UnloadReason.REPLACED)
-        with self._changed:
+        with self._lock:
             unwanted = {served: until_ns for served, (_, until_ns) in self._unwanted.items()}
         for served, until_ns in unwanted.items():
             if served.state is ModelState.LOADED:
@@ -436,7 +434,7 @@ class Deployment:
         return min(due_ns, default=None)
 
     def _resolve_unloads(self) -> None:
-        with self._changed:
+        with self._lock:
             gone = [self._unwanted.pop(one)[0] for one in list(self._unwanted) if one.running is None]
         for future in gone:
             future.set_result(None)
@@ -464,7 +462,7 @@ class Deployment:
         Models that people wait for come before those that only background requests wait for, and get room first. A model
         further behind is loaded sooner if both will fit, or if only background requests wait for the one before it.
         """
-        with self._changed:
+        with self._lock:
             wanted = [(served, wish.is_background) for served, wish in self._wanted.items()]
         wanted.sort(key=lambda wish: wish[1])  # stable
         due_ns = list[int]()
@@ -539,9 +537,9 @@ class Deployment:
         running = served.load()
         self._set_loaded(served, running, self.clock.now_ns() - began_ns)
         _log.info("%s was loaded in %.1f s", served.name, served.load_ns / 1e9)
-        with self._changed:
+        with self._lock:
             wish = self._wanted.pop(served, None)
-            self._notify()  # the next pass computes when to unload the model if idle
+        self._woken.set()  # the next pass computes when to unload the model if idle
         if wish is None or not wish.is_background:
             running.people.used_ns = served.loaded_ns
         if wish is not None:
@@ -568,14 +566,14 @@ class Deployment:
         served.failure = known.without_folders() if known else "the server's log has the cause"
         served.share = None
         served.num_load_failures += 1
-        with self._changed:
+        with self._lock:
             wish = self._wanted.pop(served, None)
         if wish is not None:
             wish.future.set_exception(self.refusal(served) or _shutting_down())
 
     def _put_off(self, served: ServedModel) -> None:
         """Refuse the background requests that wait for a model, unless others have joined them."""
-        with self._changed:
+        with self._lock:
             wish = self._wanted.get(served)
             if wish is None or not wish.is_background:
                 return
@@ -598,7 +596,7 @@ class Deployment:
                 uses = running.people if for_people else running.uses
                 if not uses.num_users:
                     self._close(served)
-        with self._changed:
+        with self._lock:
             self._gone = tuple([one for one in self._gone if one.running is not None])
 
     def _close(self, served: ServedModel) -> None:
@@ -617,16 +615,10 @@ class Deployment:
 
     # --- for both sides ---
 
-    def _notify(self) -> None:
-        """Wake the keeper. The caller holds the lock."""
-        self._has_changed = True
-        self._changed.notify_all()
-
     def _on_unused(self, served: ServedModel) -> None:
         """Wake the keeper after a model's last request, or people's last one, if the keeper waits for that to unload it."""
         if self._wanted or served.state is ModelState.LEAVING:
-            with self._changed:
-                self._notify()
+            self._woken.set()
 
     def refusal(self, served: ServedModel) -> Rejected | None:
         """Return why the model can't be loaded for a request: its last load failed, or the server shuts down; else None."""
