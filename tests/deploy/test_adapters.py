@@ -614,10 +614,28 @@ def test_a_name_that_is_unloaded_while_it_is_looked_up_does_not_come_back(
 ) -> None:
     with registry(disk, tmp_path, "a") as adapters:
         assert adapters.known("a") is not None
-        adapters._names["a"].adapter.failure = "its files may be others by now"
+        adapters._names["a"].failure = "its files may be others by now"
         monkeypatch.setattr(registry_of_adapters, "_stamp", lambda _: adapters.unload("a"))
         assert adapters.find("a") is None
         assert not adapters.has("a")
+
+
+@pytest.mark.parametrize("is_unloaded", [False, True], ids=["it-failed", "the-model-was-unloaded"])
+def test_a_folder_that_became_a_file_is_found_there(disk: Disk, tmp_path: Path, is_unloaded: bool) -> None:
+    folder = write_adapter(tmp_path / "folder" / "a", ONE)
+    with registry(disk, tmp_path) as adapters:
+        ref = found(adapters, "a")
+        shutil.rmtree(folder)
+        folder.with_suffix(".gguf").touch()
+        if is_unloaded:
+            del ref
+            adapters.close()
+        else:
+            adapters.want(ref)
+            disk.wait()
+            assert adapters.failure("a") is not None
+        assert adapters.path(found(adapters, "a")) == folder.with_suffix(".gguf")
+        assert adapters.registered() == {"a": folder.with_suffix(".gguf")}
 
 
 def test_a_thread_that_is_stuck_is_left_and_another_one_reads(disk: Disk, tmp_path: Path, clock: VirtualClock) -> None:

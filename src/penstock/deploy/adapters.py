@@ -54,12 +54,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Adapter:
-    """An adapter in the registry, with or without a name. The registry's lock guards all but `number`, `path`, `is_trusted`."""
+    """An adapter in the registry, with or without a name. The registry's lock guards all but the first four fields."""
 
     number: int
     path: Path
     is_trusted: bool
     """Whether the files may lie anywhere: the settings name the path, or another process has checked it."""
+    is_found: bool
+    """The name was found in the folder, or given by another process. Such a name makes room for others."""
     fingerprint: bytes = b""
     """The hash of its files, empty before the first reading."""
     reference: Callable[[], AdapterRef | None] = lambda: None
@@ -75,7 +77,7 @@ class _Adapter:
     has_changed: bool = False
     """The files have other content now, so the adapter can never be loaded again."""
     is_doubted: bool = False
-    """Another process could not load it. `find` checks whether its files have changed."""
+    """Another process could not load it, or the model was unloaded. `find` checks whether its files are there and the same."""
     stamp: object = None
     """`_stamp` of the files at the last reading."""
     num_pages: int = 0
@@ -85,28 +87,17 @@ class _Adapter:
     def is_held(self) -> bool:
         return self.reference() is not None
 
+    @property
+    def frees_name(self) -> bool:
+        """Whether the adapter can't be read, so that its name may be given to another. Never for a name in the settings."""
+        return self.is_found and bool(self.failure)
+
     def refer(self) -> AdapterRef:
         ref = self.reference()
         if ref is None:
             ref = AdapterRef(self.number, self.fingerprint)
             self.reference = weakref.ref(ref)
         return ref
-
-
-@dataclass(slots=True)
-class _Name:
-    path: Path
-    is_trusted: bool = False
-    """Whether the settings name the path. Copied to the adapter."""
-    is_found: bool = False
-    """The name was found in the folder."""
-    adapter: _Adapter | None = None
-    """None until a client asks for the name."""
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the adapter can't be read, so that the name may be given to another. Never for a name in the settings."""
-        return self.is_found and self.adapter is not None and bool(self.adapter.failure)
 
 
 @dataclass(slots=True)
@@ -150,17 +141,16 @@ class Adapters:
         """`modules`: names and paths in the settings. Other names are looked up in `folder`. None is read before `connect`."""
         if max_in_memory < 1:
             raise ConfigError(f"--max-cpu-loras is {max_in_memory}.", remedy="Set it to at least 1: one adapter must fit.")
-        modules = modules or {}
         self._read: AdapterReader | None = None
         self._pack: AdapterPacker | None = None
         self._max_bytes = 0
         self._folder = None if folder is None else _resolved(folder)
-        self._modules = tuple(modules.values())
         self._max_in_memory = max_in_memory
         self._clock = clock or WallClock()
-        self._names = {name: _Name(path, is_trusted=True) for name, path in modules.items()}
         self._numbers = count(1)
         self._by_number: dict[int, _Adapter] = {}
+        self._names = {name: self._add(path, is_trusted=True) for name, path in (modules or {}).items()}
+        self._modules = [adapter.path for adapter in self._names.values()]
         self._retired: dict[int, _Adapter] = {}
         """Adapters that had a reference when they lost their name."""
         self._in_memory: OrderedDict[int, _Adapter] = OrderedDict()
@@ -197,12 +187,7 @@ class Adapters:
     def known(self, name: str) -> AdapterRef | None:
         """Return the adapter with this name without reading the disk, or None if only `find` can decide."""
         with self._changed:
-            entry = self._names.get(name)
-            if entry is None:
-                return None
-            if entry.adapter is None and not entry.is_found:
-                entry.adapter = self._add(entry.path, is_trusted=entry.is_trusted)
-            adapter = entry.adapter
+            adapter = self._names.get(name)
             return None if adapter is None or adapter.failure or adapter.is_doubted else adapter.refer()
 
     def may_find(self, name: str) -> bool:
@@ -217,28 +202,23 @@ class Adapters:
         if (known := self.known(name)) is not None:
             return known
         with self._changed:
-            entry = self._names.get(name)
-        is_found = entry is None or entry.is_found
-        path = self.look_up(name) if is_found else entry.path if entry else None  # outside the lock
+            before = self._names.get(name)
+        path = self.look_up(name) if before is None or before.is_found else before.path  # outside the lock
         if path is None:
             with self._changed:
-                if entry is not None and self._names.get(name) is entry:
+                if before is not None and self._names.get(name) is before:
                     self.unload(name)
             return None
         stamp = _stamp(path)
         with self._changed:
-            entry = self._names.get(name)
-            if entry is None and not is_found:  # it was unloaded meanwhile
-                return None
-            if entry is None:
-                self._make_room_for_name(name)
-                entry = self._names[name] = _Name(path, is_found=is_found)
-            adapter = entry.adapter
-            if adapter is not None and self._is_replaceable(adapter, stamp):
-                self._retire(adapter)
-                adapter = None
+            adapter = self._names.get(name)
             if adapter is None:
-                adapter = entry.adapter = self._add(entry.path, is_trusted=entry.is_trusted)
+                if before is not None and not before.is_found:  # it was unloaded meanwhile
+                    return None
+                self._make_room_for_name(name)
+                adapter = self._names[name] = self._add(path, is_found=True)
+            elif self._is_replaceable(adapter, stamp):
+                adapter = self._renew(name, adapter, path if adapter.is_found else adapter.path)
             adapter.is_doubted = False
             return adapter.refer()
 
@@ -262,16 +242,17 @@ class Adapters:
         """
         name = fingerprint.hex()
         with self._changed:
-            entry = self._names.get(name)
-            adapter = entry.adapter if entry else None
-            if adapter is not None and adapter.failure and self._clock.now_ns() - adapter.failed_at_ns >= _FAILURE_NS:
-                self.unload(name)
-                adapter = None
+            adapter = self._names.get(name)
+            if adapter is not None:
+                may_retry = bool(adapter.failure) and self._clock.now_ns() - adapter.failed_at_ns >= _FAILURE_NS
+                if may_retry or adapter.is_doubted:
+                    self.unload(name)
+                    adapter = None
             if adapter is None:
                 self._make_room_for_name(name)
-                adapter = self._add(path, is_trusted=True)  # the other process has checked it
+                # Trusted, because the other process has checked the path.
+                adapter = self._names[name] = self._add(path, is_trusted=True, is_found=True)
                 adapter.fingerprint = fingerprint
-                self._names[name] = _Name(path, is_found=True, adapter=adapter)
             return adapter.refer()
 
     def doubt(self, ref: AdapterRef) -> None:
@@ -286,8 +267,7 @@ class Adapters:
     def failure(self, name: str) -> Rejected | None:
         """Return why the adapter with this name can't be loaded, or None if its loading has not failed."""
         with self._changed:
-            entry = self._names.get(name)
-            adapter = entry.adapter if entry else None
+            adapter = self._names.get(name)
             if adapter is None or not self._has_failed(adapter):
                 return None
             return Rejected(adapter.reason, adapter.failure, param="model")
@@ -303,7 +283,7 @@ class Adapters:
         """
         with self._changed:
             names = self._names.copy()
-        return {name: entry.path for name, entry in names.items() if not entry.has_failed}
+        return {name: adapter.path for name, adapter in names.items() if not adapter.frees_name}
 
     def load(self, name: str, path: Path, *, may_replace: bool = False) -> Future[AdapterRef]:
         """Begin to load an adapter, and register its name when that succeeds. Return at once.
@@ -323,7 +303,7 @@ class Adapters:
             if len(self._asked) >= MAX_ASKED:
                 detail = f"{MAX_ASKED} adapters are being loaded by name already."
                 raise Rejected(RejectReason.QUEUE_FULL, detail, retry_after_s=1.0)
-            adapter = self._add(path, is_trusted=False)
+            adapter = self._add(path)
             asked = self._asked[adapter.number] = _LoadCall(name, adapter, may_replace, adapter.refer())
             self._want(adapter.number, is_urgent=True)
             return asked.done
@@ -331,12 +311,10 @@ class Adapters:
     def unload(self, name: str) -> bool:
         """Forget a name, and return whether it was known. Requests keep its adapter until they end."""
         with self._changed:
-            entry = self._names.pop(name, None)
-            if entry is None:
-                return False
-            if entry.adapter is not None:
-                self._retire(entry.adapter)
-            return True
+            adapter = self._names.pop(name, None)
+            if adapter is not None:
+                self._retire(adapter)
+            return adapter is not None
 
     # --- the scheduler's `AdapterSource` ---
 
@@ -378,8 +356,8 @@ class Adapters:
     def names_of(self, numbers: Collection[int]) -> list[str]:
         """Return the names of these adapters. O(names)."""
         with self._changed:
-            named = [(name, entry.adapter) for name, entry in self._names.items() if entry.adapter is not None]
-        return [name for name, adapter in named if adapter.number in numbers]
+            names = self._names.copy()
+        return [name for name, adapter in names.items() if adapter.number in numbers]
 
     def close(self) -> None:
         """Stop loading, and drop the model and all adapters in memory. Idempotent.
@@ -398,10 +376,9 @@ class Adapters:
                 self._retire(one.adapter)
             for adapter in list(self._in_memory.values()):
                 self._drop_packed(adapter)
-            for entry in self._names.values():
-                if (named := entry.adapter) is not None and not (named.is_held or named.failure):
-                    entry.adapter = None  # the files may have changed when the model is loaded again
-                    self._retire(named)
+            for name, named in list(self._names.items()):
+                if not (named.is_held or named.failure):  # the files may have changed when the model is loaded again
+                    self._renew(name, named, named.path).is_doubted = named.is_found
         for one in asked.values():
             if one.done.set_running_or_notify_cancel():
                 one.done.set_exception(_leaving(one.adapter.path))
@@ -416,23 +393,29 @@ class Adapters:
     # --- for callers that hold the lock ---
 
     def _check_free(self, name: str, *, may_replace: bool) -> None:
-        entry = self._names.get(name)
-        if entry is not None and not (may_replace or entry.has_failed):
+        adapter = self._names.get(name)
+        if adapter is not None and not (may_replace or adapter.frees_name):
             raise ConfigError(f"An adapter is called {name!r} already.", remedy="Unload it, or set load_inplace.")
 
     def _make_room_for_name(self, name: str) -> None:
         """If there are `MAX_NAMES`, forget one from the folder whose adapter is neither in memory nor in use."""
         if name in self._names or len(self._names) < MAX_NAMES:
             return
-        for other, entry in self._names.items():
-            if entry.is_found and not (entry.adapter and (entry.adapter.is_held or entry.adapter.packed)):
+        for other, adapter in self._names.items():
+            if adapter.is_found and not (adapter.is_held or adapter.packed):
                 self.unload(other)
                 return
         raise ConfigError(f"There are already {MAX_NAMES} names of adapters.", remedy="Unload some of them.")
 
-    def _add(self, path: Path, *, is_trusted: bool) -> _Adapter:
-        adapter = _Adapter(next(self._numbers), path, is_trusted)
+    def _add(self, path: Path, *, is_trusted: bool = False, is_found: bool = False) -> _Adapter:
+        adapter = _Adapter(next(self._numbers), path, is_trusted, is_found)
         self._by_number[adapter.number] = adapter
+        return adapter
+
+    def _renew(self, name: str, old: _Adapter, path: Path) -> _Adapter:
+        """Give the name to a new adapter, whose files are read anew."""
+        self._retire(old)
+        adapter = self._names[name] = self._add(path, is_trusted=old.is_trusted, is_found=old.is_found)
         return adapter
 
     def _retire(self, adapter: _Adapter) -> None:
@@ -564,9 +547,9 @@ class Adapters:
             self._retire(adapter)
             return partial(done.set_exception, error.with_traceback(None))  # the traceback has the reference
         replaced = self._names.get(asked.name)
-        self._names[asked.name] = _Name(adapter.path, adapter=adapter)
-        if replaced is not None and replaced.adapter is not None:
-            self._retire(replaced.adapter)
+        self._names[asked.name] = adapter
+        if replaced is not None:
+            self._retire(replaced)
         return partial(done.set_result, asked.ref)
 
     # --- the thread ---
