@@ -18,7 +18,6 @@ import pytest
 from penstock.clock import Clock, VirtualClock, WallClock
 from penstock.deploy import adapters as registry_of_adapters
 from penstock.deploy.adapters import Adapters
-from penstock.models.adapter import AdapterFactors
 from penstock.models.adapter_files import READ_BYTES, AdapterFiles
 from penstock.types.adapter import CONFIG_FILE, WEIGHTS_FILE, AdapterOutlook, AdapterRef, AdapterState, PackedAdapter
 from penstock.types.errors import ConfigError, ModelError, Rejected, RejectReason
@@ -39,7 +38,7 @@ class Image:
 
 @dataclass
 class Disk:
-    """Reads names of folders in place of factors, and stops before it does if it is told to."""
+    """Reads names of folders in place of adapters, and stops before it does if it is told to."""
 
     loads: list[str] = field(default_factory=list)
     gate: threading.Event = field(default_factory=threading.Event)
@@ -52,7 +51,7 @@ class Disk:
     def __post_init__(self) -> None:
         self.gate.set()
 
-    def read(self, path: Path, files: AdapterFiles) -> AdapterFactors:
+    def read(self, path: Path, files: AdapterFiles) -> PackedAdapter:
         self.loads.append(path.name)
         self.began.release()
         assert self.gate.wait(WAIT_S)
@@ -62,10 +61,7 @@ class Disk:
         files.read(path / CONFIG_FILE, 1 << 20)
         files.read(path / WEIGHTS_FILE, 1 << 20)
         files.take(self.num_values)
-        return AdapterFactors({path.name: (np.zeros((1, 1), np.float32), np.zeros((1, 1), np.float32))})
-
-    def pack(self, factors: AdapterFactors) -> PackedAdapter:
-        return Image(next(iter(factors.by_weight)))
+        return Image(path.name)
 
     def wait(self, num: int = 1) -> None:
         """Until so many more loads have ended."""
@@ -85,7 +81,7 @@ def clock() -> VirtualClock:
 
 def connected(disk: Disk, *, max_bytes: int = 1 << 30, **arguments: Any) -> Adapters:
     adapters = Adapters(**arguments)
-    adapters.connect(disk.read, disk.pack, max_bytes=max_bytes)
+    adapters.connect(disk.read, max_bytes=max_bytes)
     return adapters
 
 
@@ -501,7 +497,7 @@ def test_a_model_that_is_put_aside_keeps_the_names(disk: Disk, tmp_path: Path) -
         adapters.close()
         assert not is_there(adapters, ref)
         adapters.want(ref)
-        adapters.connect(disk.read, disk.pack, max_bytes=1 << 30)
+        adapters.connect(disk.read, max_bytes=1 << 30)
         adapters.listen(disk.ended.release)
         assert found(adapters, "a") is ref
         adapters.want(ref)
@@ -521,7 +517,7 @@ def test_files_that_changed_are_another_adapter_when_the_model_comes_back(disk: 
         for folder in (tmp_path / "a", tmp_path / "folder" / "b"):
             write_adapter(folder, ONE, lora_alpha=7)
         adapters.close()
-        adapters.connect(disk.read, disk.pack, max_bytes=1 << 30)
+        adapters.connect(disk.read, max_bytes=1 << 30)
         adapters.listen(disk.ended.release)
         for name in "ab":
             ref = found(adapters, name)
@@ -548,7 +544,7 @@ def test_memory_has_room_for_so_many_bytes_those_of_reading_included(disk: Disk,
         adapters.state(ref.number)
     assert [is_there(adapters, ref) for ref in refs] == [False, True, True]
     adapters.close()
-    adapters.connect(disk.read, disk.pack, max_bytes=need - 1)
+    adapters.connect(disk.read, max_bytes=need - 1)
     adapters.listen(disk.ended.release)
     adapters.want(refs[0])
     disk.wait()
@@ -562,7 +558,7 @@ def test_closing_ends_those_who_wait_for_a_load(disk: Disk, tmp_path: Path) -> N
     adapters.close()
     with pytest.raises(Rejected, match="the model leaves"):
         load(adapters, "a", write_adapter(tmp_path / "a", ONE))
-    adapters.connect(disk.read, disk.pack, max_bytes=1 << 30)
+    adapters.connect(disk.read, max_bytes=1 << 30)
     disk.gate.clear()
     done = adapters.load("a", write_adapter(tmp_path / "a", ONE))
     assert disk.began.acquire(timeout=WAIT_S)
@@ -686,7 +682,7 @@ def test_a_thread_that_was_stuck_when_the_model_left_evicts_nothing_of_the_next(
         assert disk.began.acquire(timeout=WAIT_S)
         (stuck,) = adapters._threads
         adapters.close()
-        adapters.connect(disk.read, disk.pack, max_bytes=disk.num_values * READ_BYTES)
+        adapters.connect(disk.read, max_bytes=disk.num_values * READ_BYTES)
         adapters.listen(disk.ended.release)
         adapters.want(refs[1])
         disk.wait()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from penstock.backends.native import footprint
 from penstock.deploy.adapters import Adapters
 from penstock.deploy.blueprint import Blueprint
-from penstock.deploy.build import adapter_reader
+from penstock.deploy.build import connect_adapters
 from penstock.models.adapter import AdapterFactors
 from penstock.models.weights import LoadedModel
 
@@ -29,7 +29,7 @@ class AdapterSize:
     num_bytes: int = 1
 
 
-def connect_adapters(adapters: Adapters, blueprint: Blueprint, model: LoadedModel) -> None:
+def connect_at_front(adapters: Adapters, blueprint: Blueprint, model: LoadedModel) -> None:
     """Let the registry read adapters of this model. It keeps only their hashes and sizes."""
     block_bytes = footprint.block_bytes(model.spec, blueprint.compute.kv_dtype, blueprint.compute.block_size)
 
@@ -39,5 +39,4 @@ def connect_adapters(adapters: Adapters, blueprint: Blueprint, model: LoadedMode
             num_values += (a.shape[1] + len(b)) * -(-len(a) // RANKS_TOGETHER) * RANKS_TOGETHER
         return AdapterSize(-(-BYTES_PER_VALUE * num_values // block_bytes))
 
-    read = adapter_reader(blueprint.lora.max_lora_rank, model)
-    adapters.connect(read, size_of, max_bytes=blueprint.adapters.num_bytes)
+    connect_adapters(adapters, blueprint, model, size_of)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from penstock.admission.door import Admission
-from penstock.cluster.adapters import connect_adapters
+from penstock.cluster.adapters import connect_at_front
 from penstock.cluster.fleet import Fleet
 from penstock.cluster.recipes import RecipeBook
 from penstock.config import Config, Device, SharingConfig
@@ -99,7 +99,7 @@ def _front(
     if lasting.journal is not None:
         fleet.max_ended = lasting.journal.max_ended
     if (adapters := lasting.adapters) is not None:
-        connect_adapters(adapters, blueprint, model)
+        connect_at_front(adapters, blueprint, model)
         fleet.use_adapters(adapters)
     return RunningModel(
         engine=fleet,

@@ -28,10 +28,9 @@ from penstock.types.errors import ConfigError, ModelError, PenstockError, Reject
 from penstock.types.stats import AdapterStats
 
 if TYPE_CHECKING:  # this imports NumPy, which would delay a server's start
-    from penstock.models.adapter import AdapterFactors, AdapterPacker
     from penstock.models.adapter_files import AdapterFiles
 
-    AdapterReader = Callable[[Path, AdapterFiles], AdapterFactors]
+    AdapterReader = Callable[[Path, AdapterFiles], PackedAdapter]
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(?:/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 """Names that are looked up in the folder of adapters, up to one level deep."""
@@ -142,7 +141,7 @@ class Adapters:
         if max_in_memory < 1:
             raise ConfigError(f"--max-cpu-loras is {max_in_memory}.", remedy="Set it to at least 1: one adapter must fit.")
         self._read: AdapterReader | None = None
-        self._pack: AdapterPacker | None = None
+        """None while the registry is closed."""
         self._max_bytes = 0
         self._folder = None if folder is None else _resolved(folder)
         self._max_in_memory = max_in_memory
@@ -171,16 +170,14 @@ class Adapters:
         self._threads: set[threading.Thread] = set()
         self._session = 0
         """Grows when the registry is closed. Threads of an earlier session drop what they read."""
-        self._is_closed = True
 
-    def connect(self, read: AdapterReader, pack: AdapterPacker, *, max_bytes: int) -> None:
+    def connect(self, read: AdapterReader, *, max_bytes: int) -> None:
         """Begin to load adapters, for a model that was loaded just now. They may take `max_bytes`, including those being read.
 
-        `read` and `pack` raise ModelError for adapters that the model or its executor can't compute.
+        `read` reads an adapter and packs it. It raises ModelError for one that the model or its executor can't compute.
         """
         with self._changed:
-            self._read, self._pack, self._max_bytes = read, pack, max_bytes
-            self._is_closed = False
+            self._read, self._max_bytes = read, max_bytes
 
     # --- names ---
 
@@ -298,7 +295,7 @@ class Adapters:
             )
         with self._changed:
             self._check_free(name, may_replace=may_replace)
-            if self._is_closed:
+            if self._read is None:
                 raise _leaving(path)
             if len(self._asked) >= MAX_ASKED:
                 detail = f"{MAX_ASKED} adapters are being loaded by name already."
@@ -365,11 +362,10 @@ class Adapters:
         Names stay, and `connect` can be called again.
         """
         with self._changed:
-            self._is_closed = True
             self._session += 1
             self._changed.notify_all()
             threads, self._threads = self._threads, set()
-            self._read, self._pack, self._wake = None, None, lambda: None
+            self._read, self._wake = None, lambda: None
             self._urgent, self._others, self._reading = {}, {}, {}
             asked, self._asked = self._asked, {}
             for one in asked.values():
@@ -448,7 +444,7 @@ class Adapters:
 
     def _want(self, number: int, *, is_urgent: bool) -> None:
         adapter = self._by_number[number]
-        if adapter.packed is not None or self._has_failed(adapter) or self._is_closed:
+        if adapter.packed is not None or self._has_failed(adapter) or self._read is None:
             return
         if number not in self._reading and number not in self._urgent:
             if is_urgent:
@@ -569,11 +565,10 @@ class Adapters:
                     _log.warning("%d threads that read adapters have been stuck for 5 s or more", len(self._reading))
                 reading = self._reading[adapter.number] = _Reading(adapter, b"", self._clock.now_ns())
                 self._start_thread()
-                read, pack = self._read, self._pack
+                read = self._read
             assert read is not None, "a registry that is not closed is connected"
-            assert pack is not None, "both or none"
             reading.stamp = _stamp(adapter.path)
-            self._load(reading, read, pack)
+            self._load(reading, read)
             with self._changed:
                 if session != self._session:
                     return
@@ -605,7 +600,7 @@ class Adapters:
         asked = self._asked.pop(adapter.number, None)
         return None if asked is None else self._complete(asked)
 
-    def _load(self, reading: _Reading, read: AdapterReader, pack: AdapterPacker) -> None:
+    def _load(self, reading: _Reading, read: AdapterReader) -> None:
         """Read an adapter and pack it. Errors go into `reading`, because the thread must go on."""
         from penstock.models.adapter_files import AdapterFiles
 
@@ -613,7 +608,7 @@ class Adapters:
         roots = None if reading.adapter.is_trusted else self._roots
         files = AdapterFiles(roots=roots, timeout_s=30.0, take=partial(self._take, path, reading))
         try:
-            packed = pack(read(path, files))
+            packed = read(path, files)
             if packed.num_bytes > self._max_bytes:
                 raise _too_large(path, packed.num_bytes, self._max_bytes)
             reading.packed, reading.content = packed, files.digest

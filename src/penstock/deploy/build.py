@@ -9,6 +9,7 @@ import contextlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.deploy.blueprint import Blueprint
@@ -22,13 +23,15 @@ from penstock.deploy.start_log import log_kv, log_model
 from penstock.deploy.tiers import open_host_memory, open_store
 
 if TYPE_CHECKING:
-    from penstock.deploy.adapters import AdapterReader
+    from penstock.deploy.adapters import Adapters
     from penstock.deploy.running import ModelInfo, RunningModel
     from penstock.engine.ports import BlockStore, Executor
     from penstock.models.adapter import AdapterPacker
+    from penstock.models.adapter_files import AdapterFiles
     from penstock.models.weights import LoadedModel
     from penstock.text.chat import ChatTemplate
     from penstock.text.tokenizer import Tokenizer
+    from penstock.types.adapter import PackedAdapter
 
 _log = logging.getLogger(__name__)
 
@@ -80,8 +83,7 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
         )
     if maker.adapters is not None:
         packer: AdapterPacker = executor.adapter_packer  # type: ignore[attr-defined]  # all backends have one
-        read = adapter_reader(blueprint.lora.max_lora_rank, model)
-        maker.adapters.connect(read, packer, max_bytes=blueprint.adapters.num_bytes)
+        connect_adapters(maker.adapters, blueprint, model, packer)
     metrics.num_weight_bytes = getattr(executor, "weight_bytes", 0)  # only of backends that convert weights
     template = None if chat_template is None else chat_template.source
     info = _model_info(blueprint, model, executor, template)
@@ -124,18 +126,20 @@ def _assemble(maker: EngineMaker, model: LoadedModel, executor: Executor, chat_t
         return running
 
 
-def adapter_reader(max_rank: int, model: LoadedModel) -> AdapterReader:
-    """Return a function that reads an adapter, and raises ModelError for one that the model can't have.
-
-    The function keeps the model's embedding and output alive, but no other weights.
-    """
+def connect_adapters(adapters: Adapters, blueprint: Blueprint, model: LoadedModel, pack: AdapterPacker) -> None:
+    """Let the registry load adapters of this model. It keeps the model's embedding and output alive, but no other weights."""
     from penstock.models.adapter import OUTPUT_SITE
     from penstock.models.architectures import describe
     from penstock.models.load import load_adapter
 
     spec, program = model.spec, describe(model.spec)
     tables = {name: model.weights[name] for name in ("embed", OUTPUT_SITE) if name in model.weights}
-    return lambda path, files: load_adapter(path, spec, program, max_rank=max_rank, files=files, tables=tables)
+    max_rank = blueprint.lora.max_lora_rank
+
+    def read(path: Path, files: AdapterFiles) -> PackedAdapter:
+        return pack(load_adapter(path, spec, program, max_rank=max_rank, files=files, tables=tables))
+
+    adapters.connect(read, max_bytes=blueprint.adapters.num_bytes)
 
 
 def _open_tier(blueprint: Blueprint, model: LoadedModel, executor: Executor, resources: Resources) -> BlockStore | None:
