@@ -16,7 +16,7 @@ import pytest
 from penstock.admission.ask import Ask
 from penstock.backends.native.executor import NativeExecutor
 from penstock.config import AdmissionConfig, Backend, BackendConfig, Config, KvConfig, LoraConfig, ModelConfig, SchedulerConfig
-from penstock.deploy.factory import make_lasting, serve_model, start_model
+from penstock.deploy.factory import make_lasting, serve_model, start_model, start_served
 from penstock.deploy.resources import MemoryBudget, Resources
 from penstock.deploy.running import RunningModel
 from penstock.engine import thread as engine_thread
@@ -72,12 +72,12 @@ def test_a_start_that_fails_leaves_its_file_threads_and_memory_for_the_next(
             "penstock.deploy.running.RunningModel" if step == "RunningModel" else f"penstock.deploy.build.{step}", fails
         )
         with pytest.raises(OSError, match="no space") as failure:
-            start_model(config, source, resources, lasting)
+            start_served(config, source, resources, lasting)
     for thread in set(threading.enumerate()) - before:
         thread.join(10)  # it was told to end, and a busy machine may take a while
     assert (set(threading.enumerate()) - before, resources.memory.left_bytes()) == (set(), free_bytes)
     assert lasting.metrics.read_load().num_blocks_total == 0, "its metrics read no engine that is gone"
-    running = start_model(config, source, resources, lasting)
+    running = start_served(config, source, resources, lasting)
     try:
         assert asyncio.run(answer(running)), "also while the failure's traceback holds the parts of the first attempt"
         assert failure.value is not None

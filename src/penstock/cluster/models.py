@@ -34,7 +34,7 @@ from penstock.deploy.resolve import aliases, resolve, served_names
 from penstock.deploy.resources import Machine, MemoryBudget, Resources
 from penstock.deploy.routes import check_routes, open_routes, warn_of_other_files
 from penstock.deploy.running import ServedModel
-from penstock.deploy.splits import Split, check_splits, read_split
+from penstock.deploy.splits import Split, check_splits, read_splits
 from penstock.engine.bridge import Bridge
 from penstock.machine import usable_cpus
 from penstock.models import generation
@@ -114,8 +114,7 @@ class ClusterModels:
     def start(self, make_crew: MakeCrew, num_machines: int) -> Deployment:
         """Start the replicas of each model. Return the deployment once each model has a replica."""
         self._make_crew, self._num_machines = make_crew, num_machines
-        splits = _splits(self._members, self._configs)
-        self._check(self._members, splits)
+        splits = self._checked_splits(self._members, self._configs)
         self._begin(self._members)
         for member in self._members:
             member.wait_for(1)
@@ -170,8 +169,7 @@ class ClusterModels:
         gone = [member for member in self._members if member not in members]
         end_s = time.monotonic() + UPDATE_S
         try:
-            splits = _splits(members, configs)
-            self._check(members, splits)
+            splits = self._checked_splits(members, configs)
             self._begin(new)
             for member in new:
                 member.wait_for(member.crew.first, end_s, self._deployment)
@@ -197,8 +195,9 @@ class ClusterModels:
             *([f"{members[0].name}: the default model"] if is_other_default else []),
         ]
 
-    def _check(self, members: Sequence[Member], splits: Sequence[Split]) -> None:
-        """Raise ConfigError if the models can't be served together. Called before their replicas are started."""
+    def _checked_splits(self, members: Sequence[Member], configs: Sequence[Config]) -> list[Split]:
+        """Return the splits, before replicas are started. Raises ConfigError if the models can't be served together."""
+        splits = read_splits([(member.name, config.sharing) for member, config in zip(members, configs, strict=True)])
         refuse_twice([name for member in members for name in member.names])
         check_splits(splits, [name for member in members for name in served_names(member.config, member.source)])
         by_name = {name: member for member in members for name in member.names}
@@ -207,6 +206,7 @@ class ClusterModels:
         if self._num_machines > 1 and any(is_loopback(member.config.cluster.replica_host) for member in members):
             remedy = "Set --replica-host to an address of this machine that the others reach."
             raise ConfigError("Replicas on other machines can't reach 127.0.0.1.", remedy=remedy)
+        return splits
 
     def _remember(self, members: Sequence[Member]) -> None:
         """Keep former members until their replicas have stopped, so that `close` waits for them."""
@@ -244,11 +244,6 @@ class ClusterModels:
 
 def is_loopback(host: str) -> bool:
     return host == "localhost" or host.startswith("127.") or host == "::1"
-
-
-def _splits(members: Sequence[Member], configs: Sequence[Config]) -> list[Split]:
-    found = [read_split(config.sharing, member.name) for member, config in zip(members, configs, strict=True)]
-    return [split for split in found if split is not None]
 
 
 def _paths_of(config: Config, source: ModelSource) -> Iterator[Path]:

@@ -2,7 +2,7 @@
 
     start_deployment   configs -> Deployment: a model for each, on one machine's `Resources`
     serve_model        config, source -> ServedModel: loads it when the deployment wants it, by
-    start_model        config, source -> RunningModel: `resolve`, then `build`
+    start_served       config, source -> RunningModel: `resolve`, then `build`; without a deployment: `start_model`
 
 Heavy imports are inside functions, so that importing this file is fast.
 """
@@ -32,7 +32,7 @@ from penstock.deploy.recorder import plan_recording
 from penstock.deploy.resolve import aliases, decide, resolve, served_names
 from penstock.deploy.resources import Machine, MemoryBudget, MemoryShare, Resources
 from penstock.deploy.routes import open_routes, warn_of_other_files
-from penstock.deploy.splits import read_split
+from penstock.deploy.splits import read_splits
 from penstock.machine import give_back_free_memory
 from penstock.types.errors import ConfigError, NotEnoughFreeMemory, NotEnoughMemory
 
@@ -104,12 +104,11 @@ def start_deployment(
             return serve_model(config_of_found(found.name, str(found.path)), found, resources)
 
         find_new = ModelFolder(folder, serve, known).find_new
-    splits = [read_split(config.sharing, one.name) for one, config in zip(served, configs, strict=True)]
     deployment = Deployment(
         served,
         memory,
         find_new=find_new,
-        splits=[split for split in splits if split is not None],
+        splits=read_splits([(one.name, config.sharing) for one, config in zip(served, configs, strict=True)]),
         routes=routes,
         upstreams=routing.upstreams,
         pipelines=open_pipelines(routing.pipelines),
@@ -162,7 +161,7 @@ def serve_model(config: Config, source: ModelSource, resources: Resources) -> Se
         aliases=aliases(config, source),
         metrics=lasting.metrics,
         adapters=lasting.adapters,
-        load=partial(start_model, config, source, resources, lasting),
+        load=partial(start_served, config, source, resources, lasting),
         plan=partial(plan_share, config, source, resources),
         read_machine_ns=partial(resources.machine_ns, names[0]),
         idle_unload_ns=nanoseconds(config.sharing.idle_unload_s),
@@ -272,27 +271,27 @@ def _draft_config(config: Config, blueprint: Blueprint) -> Config:
 
 
 def start_model(
-    config: Config,
-    source: ModelSource,
-    resources: Resources | None = None,
-    lasting: Lasting | None = None,
-    tap: EngineTap | None = None,
+    config: Config, source: ModelSource, resources: Resources | None = None, tap: EngineTap | None = None
 ) -> RunningModel:
     """Load a model from files on this machine, and return it ready for requests. The caller closes it.
 
-    `resources`: memory and threads that the deployment's models share; by default, new ones. `lasting`: the parts kept from an
-    earlier load, which the caller closes; by default, new ones, closed with the model. `tap`: observes its engines. Raises
+    `resources`: memory and threads that several models share; by default, new ones. `tap`: observes its engines. Raises
     ModelError or ConfigError if the model can't be loaded or does not fit the machine.
     """
-    if lasting is None:
-        with ExitStack() as undone:
-            lasting = make_lasting(config, source)
-            undone.callback(lasting.close)
-            running = start_model(config, source, resources, lasting, tap)
-            undone.callback(running.release)
-            running.release = undone.pop_all().close
-        return running
-    resources, name = resources or Resources(), served_names(config, source)[0]
+    with ExitStack() as undone:
+        lasting = make_lasting(config, source)
+        undone.callback(lasting.close)
+        running = start_served(config, source, resources or Resources(), lasting, tap)
+        undone.callback(running.release)
+        running.release = undone.pop_all().close
+    return running
+
+
+def start_served(
+    config: Config, source: ModelSource, resources: Resources, lasting: Lasting, tap: EngineTap | None = None
+) -> RunningModel:
+    """Load a model as `start_model` does. The caller closes `lasting`, after the last load that uses it."""
+    name = served_names(config, source)[0]
     try:
         running = _start(config, source, resources, lasting, tap)
     except BaseException as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -24,8 +24,12 @@ class Split:
     """Tenants that belong to this part with all requests."""
 
 
-def read_split(sharing: SharingConfig, name: str) -> Split | None:
-    """Return the split that makes the model `name` answer for another, or None. Raises ConfigError if it is incomplete."""
+def read_splits(models: Iterable[tuple[str, SharingConfig]]) -> list[Split]:
+    """Return the splits that make some of the models answer for others. Raises ConfigError for an incomplete one."""
+    return [split for name, sharing in models if (split := _read_split(name, sharing)) is not None]
+
+
+def _read_split(name: str, sharing: SharingConfig) -> Split | None:
     share, tenants = sharing.split_share, frozenset(sharing.split_tenants)
     if sharing.split_of is None:
         if share is not None or tenants:
