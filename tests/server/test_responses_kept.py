@@ -27,33 +27,33 @@ def keep(store, name, owner=ME, *, num_bytes=100, previous_id=None, is_running=F
     return kept
 
 
-async def is_kept(store, name, owner=ME):
+def is_kept(store, name, owner=ME):
     try:
-        await store.get(owner, name)
+        store.get(owner, name)
     except ApiError:
         return False
     else:
         return True
 
 
-async def test_a_response_is_its_owners():
+def test_a_response_is_its_owners():
     store = MemoryStore(1 << 20, 60, VirtualClock())
     keep(store, "a")
-    assert await is_kept(store, "a")
-    assert not await is_kept(store, "a", YOU)
+    assert is_kept(store, "a")
+    assert not is_kept(store, "a", YOU)
 
 
-async def test_what_nobody_asks_for_is_forgotten_in_time():
+def test_what_nobody_asks_for_is_forgotten_in_time():
     clock = VirtualClock()
     store = MemoryStore(1 << 20, 60, clock)
     keep(store, "a")
     keep(store, "b")
     clock.advance_to(50 * SECOND_NS)
-    assert await is_kept(store, "a")
+    assert is_kept(store, "a")
     clock.advance_to(70 * SECOND_NS)
-    assert await is_kept(store, "a")
+    assert is_kept(store, "a")
     with pytest.raises(ApiError, match="nobody asked for it for 60 s"):
-        await store.get(ME, "b")
+        store.get(ME, "b")
 
 
 def test_the_conversation_before_a_response_counts_until_its_end():
@@ -64,24 +64,24 @@ def test_the_conversation_before_a_response_counts_until_its_end():
     assert [running.ended("failed").past, running.as_of({"status": "completed"}, []).past] == [None, None]
 
 
-async def test_the_owner_who_has_most_makes_room():
+def test_the_owner_who_has_most_makes_room():
     store = MemoryStore(8000, 60, VirtualClock())
     keep(store, "yours", YOU)
     for number in range(10):
         keep(store, f"mine{number}")
-    assert await is_kept(store, "yours", YOU)
-    assert not await is_kept(store, "mine0")
-    assert await is_kept(store, "mine9")
+    assert is_kept(store, "yours", YOU)
+    assert not is_kept(store, "mine0")
+    assert is_kept(store, "mine9")
     with pytest.raises(ApiError, match="others took its room"):
-        await store.get(ME, "mine0")
+        store.get(ME, "mine0")
     few = MemoryStore(1 << 20, 60, VirtualClock(), max_kept=2)
     for name in "abc":
         keep(few, name)
-    assert [await is_kept(few, name) for name in "abc"] == [False, True, True]
+    assert [is_kept(few, name) for name in "abc"] == [False, True, True]
 
 
 @pytest.mark.parametrize(("num_chars", "max_bytes"), [(5, 4 << 20), (2000, 8 << 20)])
-async def test_a_full_store_holds_no_more_memory_than_it_may(num_chars, max_bytes):
+def test_a_full_store_holds_no_more_memory_than_it_may(num_chars, max_bytes):
     store = MemoryStore(max_bytes, 60, VirtualClock(), max_kept=1 << 20)
     tracemalloc.start()
     try:
@@ -92,20 +92,20 @@ async def test_a_full_store_holds_no_more_memory_than_it_may(num_chars, max_byte
         held_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert not await is_kept(store, f"resp_{0:032x}")
+    assert not is_kept(store, f"resp_{0:032x}")
     assert 0.7 * max_bytes <= held_bytes <= 1.2 * max_bytes
 
 
-async def test_what_runs_is_not_forgotten():
+def test_what_runs_is_not_forgotten():
     store = MemoryStore(2000, 60, VirtualClock())
     running = keep(store, "a", is_running=True)
     for name in "bcd":
         keep(store, name)
-    assert await is_kept(store, "a")
+    assert is_kept(store, "a")
     store.update(running.as_of({}, []))
     keep(store, "e")
     keep(store, "f")
-    assert not await is_kept(store, "a")
+    assert not is_kept(store, "a")
 
 
 def test_what_runs_fits_into_the_store():
@@ -149,15 +149,15 @@ def test_one_owners_responses_in_the_background_leave_places_to_others(monkeypat
     store.check_room((YOU, "new"))
 
 
-async def test_a_conversation_loses_its_beginning_last():
+def test_a_conversation_loses_its_beginning_last():
     store = MemoryStore(4400, 60, VirtualClock())
     keep(store, "a")
     keep(store, "b", previous_id="a")
-    await past_of(store, ME, "b", [])
+    past_of(store, ME, "b", [])
     for name in "cde":
         keep(store, name)
-    assert await is_kept(store, "a")
-    assert not await is_kept(store, "b")
+    assert is_kept(store, "a")
+    assert not is_kept(store, "b")
 
 
 async def test_other_keys_see_nothing(runtime):

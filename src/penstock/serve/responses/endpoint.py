@@ -84,13 +84,13 @@ class ResponsesEndpoint:
             if body.request_id is None and not identity.is_from_header:
                 identity.request_id = name
             with contextlib.suppress(ApiError):  # it is not known yet
-                return fast_json.Raw((await self._store.get(owner, f"resp_{name}")).response)
+                return fast_json.Raw(self._store.get(owner, f"resp_{name}").response)
             course.response_name = name
         key = owner, f"resp_{course.response_name}"
         self._check_store(body, key)
         past = self._store.past_of_running(key)
         if past is None:  # the request is new, or an earlier version kept it
-            past = await past_of(self._store, owner, body.previous_response_id, references(body))
+            past = past_of(self._store, owner, body.previous_response_id, references(body))
         num_bytes = len(data) + past.num_bytes
         if num_bytes > self._config.max_body_bytes:
             raise ApiError(
@@ -107,16 +107,11 @@ class ResponsesEndpoint:
             self._tell_left_out(draft.tools.left_out, http)
         if body.background:
             return await self._begin(opened, draft, owner, sent, past, http)
-        writers: list[ResponsesWriter] = []
-
-        def new_writer(running: RunningCall) -> ResponsesWriter:
-            on_end = partial(self._keep, draft, owner)
-            writers.append(ResponsesWriter(running, draft=draft, on_end=on_end))
-            return writers[0]
-
-        response = await respond(http, opened, new_writer)
-        if (ended := writers[0].ended) is not None:
-            self._keep(draft, owner, ended)
+        with opened:
+            writer = ResponsesWriter(opened, draft=draft, on_end=partial(self._keep, draft, owner))
+            response = await respond(http, opened, lambda _: writer)
+        if writer.ended is not None:
+            self._keep(draft, owner, writer.ended)
         return response
 
     def _tell_left_out(self, kinds: Set[str], http: HttpRequest) -> None:
@@ -237,11 +232,11 @@ class ResponsesEndpoint:
         """Return a kept response in its current state."""
         if http.query_params.get("stream", "false") not in ("false", ""):
             raise invalid("'stream' is not supported here yet: poll until 'status' changes.", "stream")
-        return fast_json.Raw((await self._find(http)).response)
+        return fast_json.Raw(self._find(http).response)
 
     async def delete(self, http: HttpRequest) -> ResponseForgotten:
         """Delete a response. If it runs in the background, it is cancelled."""
-        kept = await self._find(http)
+        kept = self._find(http)
         await self._end(kept)
         self._store.delete(kept)
         await self._settle()
@@ -249,12 +244,12 @@ class ResponsesEndpoint:
 
     async def cancel(self, http: HttpRequest) -> fast_json.Raw:
         """Cancel a response in the background. If it has ended, nothing changes."""
-        kept = await self._find(http)
+        kept = self._find(http)
         if not kept.is_background:
             raise invalid("Only responses that were created with 'background': true can be cancelled.")
         await self._end(kept)
         await self._settle()
-        return fast_json.Raw((await self._find(http)).response)
+        return fast_json.Raw(self._find(http).response)
 
     async def _end(self, kept: Kept) -> None:
         """Cancel a response that runs in the background, or waits to be asked again."""
@@ -269,7 +264,7 @@ class ResponsesEndpoint:
 
     async def input_items(self, http: HttpRequest) -> dict[str, Any]:
         """List the items of a response's own `input`, last first."""
-        kept, limit, after = await self._find(http), LIMIT.read(http), http.query_params.get("after")
+        kept, limit, after = self._find(http), LIMIT.read(http), http.query_params.get("after")
         items = kept.items[: kept.num_asked]
         if ORDER.read(http) == "desc":
             items = items[::-1]
@@ -287,8 +282,8 @@ class ResponsesEndpoint:
             "has_more": len(items) > len(listed),
         }
 
-    async def _find(self, http: HttpRequest) -> Kept:
-        return await self._store.get(read_owner(http.scope), http.path_params["response_id"])
+    def _find(self, http: HttpRequest) -> Kept:
+        return self._store.get(read_owner(http.scope), http.path_params["response_id"])
 
 
 def _new_kept(draft: Draft, owner: Owner, response: Response) -> Kept:

@@ -169,20 +169,20 @@ def _body_of(item: Item) -> ItemBody:
     return _ITEMS[item["type"]].model_validate(item)
 
 
-def _text(content: Any, *place: str | int) -> str:
+def _text(content: Any, index: int, field: str) -> str:
     if isinstance(content, str):
         return content
-    param = f"{place[0]}[{place[1]}].{place[2]}"
+    param = f"input[{index}].{field}"
     if not isinstance(content, list) or not content:
         raise invalid(f"'{param}' must be a string, or a list of text parts that is not empty.", param)
     texts: list[str] = []
-    for index, part in enumerate(content):
+    for nth, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind in _PARTS_NOT_YET:
-            raise invalid(f"'{param}[{index}].type' {kind!r} is not supported yet; only text is.", f"{param}[{index}].type")
-        checked = check_part(part, TextPart, *place, index)
+            raise invalid(f"'{param}[{nth}].type' {kind!r} is not supported yet; only text is.", f"{param}[{nth}].type")
+        checked = check_part(part, TextPart, "input", index, field, nth)
         if checked.type not in ("input_text", "output_text"):
-            raise invalid(f"'{param}[{index}].type' must be 'input_text' or 'output_text'.", f"{param}[{index}].type")
+            raise invalid(f"'{param}[{nth}].type' must be 'input_text' or 'output_text'.", f"{param}[{nth}].type")
         texts.append(checked.text)
     return "".join(texts)
 
@@ -234,14 +234,14 @@ def _messages(instructions: str | None, items: Iterable[ItemBody], num_before: i
         is_assistant = bool(messages) and messages[-1].role == "assistant"
         match item:
             case MessageItem(role="assistant"):
-                text = _text(item.content, "input", index, "content")
+                text = _text(item.content, index, "content")
                 if is_assistant and not has_text and not messages[-1].calls:
                     messages[-1] = replace(messages[-1], content=text)
                 else:
                     messages.append(Message(role="assistant", content=text))
                 has_text = True
             case MessageItem():
-                text, is_system = _text(item.content, "input", index, "content"), item.role in ("system", "developer")
+                text, is_system = _text(item.content, index, "content"), item.role in ("system", "developer")
                 if is_system and not messages:
                     of_system.append(text)
                 else:
@@ -261,7 +261,7 @@ def _messages(instructions: str | None, items: Iterable[ItemBody], num_before: i
                 call = past_call(item.call_id, chat_name(item.namespace, item.name), item.arguments, place)
                 messages[-1] = replace(messages[-1], calls=(*messages[-1].calls, call))
             case FunctionOutputItem():
-                text = _text(item.output, "input", index, "output")
+                text = _text(item.output, index, "output")
                 if item.call_id not in is_whole and index >= 0:
                     param = f"input[{index}].call_id"
                     raise invalid(f"'{param}' is {shorten(item.call_id)!r}, which no 'function_call' before it has.", param)

@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from penstock import fast_json
@@ -27,29 +28,29 @@ MAX_RUNNING = 256
 """Most unfinished responses in the background."""
 
 
-async def past_of(store: MemoryStore, owner: Owner, previous_id: str | None, referenced: list[str]) -> Past:
+def past_of(store: MemoryStore, owner: Owner, previous_id: str | None, referenced: list[str]) -> Past:
     """Return the conversation up to the response `previous_id`, and the items with the ids `referenced`. Raises 404 and 409."""
     groups: list[tuple[bytes, ...]] = []
     response_id, param = previous_id, "previous_response_id"
     while response_id is not None:
         # From the last to the first, so that the beginning counts as used most recently and is evicted last.
-        kept = await store.get(owner, response_id, param)
+        kept = store.get(owner, response_id, param)
         if kept.is_running:
             message = f"The response {shorten(response_id)!r} has not ended. Poll it, and follow it when it has."
             raise ApiError(409, message, code="response_not_ended", param=param)
         groups.append(kept.items)
         response_id = kept.previous_id
     before = [item for group in reversed(groups) for item in group]
-    named = {item_id: await _item(store, owner, item_id) for item_id in dict.fromkeys(referenced)}
+    named = {item_id: _item(store, owner, item_id) for item_id in dict.fromkeys(referenced)}
     num_bytes = sum(map(len, before)) + sum([len(named[item_id]) for item_id in referenced])
     return Past(before, named, num_bytes)
 
 
-async def _item(store: MemoryStore, owner: Owner, item_id: str) -> bytes:
+def _item(store: MemoryStore, owner: Owner, item_id: str) -> bytes:
     """Return an item by its id, which has its kind, the name of its response and its index there. Raises 404."""
     _, _, rest = item_id.partition("_")
     name, _, place = rest.rpartition("_")
-    kept = await store.get(owner, f"resp_{name}", "input")
+    kept = store.get(owner, f"resp_{name}", "input")
     found = kept.items[(at := int(place)) : at + 1] if place.isdecimal() and len(place) < 8 else ()
     if found and has_id(found[0], item_id):
         return found[0]
@@ -122,7 +123,7 @@ class MemoryStore:
         """Whether responses are kept for later processes."""
         return self._disk is not None
 
-    async def get(self, owner: Owner, response_id: str, param: str | None = None) -> Kept:
+    def get(self, owner: Owner, response_id: str, param: str | None = None) -> Kept:
         """Return a response. Raises 404 with the reason if the owner has none of this id. `param`: the field with the id."""
         self._forget_old()
         shelf = self._shelves.get(owner)
@@ -143,7 +144,7 @@ class MemoryStore:
         if kept.is_running:
             self._running[kept.key] = kept
         if kept.key in self._used_ns:  # it is asked again
-            self._remove(self._shelves[kept.owner].kept[kept.response_id])
+            self._remove(kept)
         self._place(kept)
         self._make_room()
 
@@ -154,7 +155,7 @@ class MemoryStore:
         if kept.is_running:
             self._running[kept.key] = kept
         else:
-            self._running.pop(kept.key, None)
+            del self._running[kept.key]
         if kept.key in self._used_ns:
             self.put(kept)
 
@@ -169,10 +170,10 @@ class MemoryStore:
         """
         if key in self._running:
             return
-        running = [(kept.owner, kept.num_bytes) for kept in self._running.values()]
+        owner, running = key[0], [*self._running.values()]
         _check_room("", running, MAX_RUNNING, self._max_bytes)
-        if key[0].tenant:
-            own = [one for one in running if one[0] == key[0]]
+        if owner.tenant:
+            own = [kept for kept in running if kept.owner == owner]
             _check_room(" of this tenant", own, MAX_RUNNING // 2, self._max_bytes // 2)
 
     def _use(self, kept: Kept) -> None:
@@ -204,11 +205,7 @@ class MemoryStore:
     def _forget_old(self) -> None:
         oldest_ns = self._clock.now_ns() - int(self._ttl_s * 1e9)
         why = f"nobody asked for it for {self._ttl_s:g} s (--response-ttl)"
-        due: list[Key] = []
-        for key, used_ns in self._used_ns.items():
-            if used_ns > oldest_ns:
-                break
-            due.append(key)
+        due = list(takewhile(lambda key: self._used_ns[key] <= oldest_ns, self._used_ns))
         for owner, response_id in due:
             kept = self._shelves[owner].kept[response_id]
             if not kept.is_running:
@@ -253,8 +250,8 @@ class MemoryStore:
         return ApiError(404, message, code=code, param=param)
 
 
-def _check_room(whose: str, running: Sequence[tuple[Owner, int]], most: int, most_bytes: int) -> None:
-    num_bytes = sum([size for _, size in running])
+def _check_room(whose: str, running: Sequence[Kept], most: int, most_bytes: int) -> None:
+    num_bytes = sum([kept.num_bytes for kept in running])
     if len(running) >= most or num_bytes >= most_bytes:
         told = f"{counted(len(running), 'response')}{whose} of {num_bytes} bytes"
         raise overloaded(f"Overloaded: {told} run in the background already.", retry_after_s=5.0)
