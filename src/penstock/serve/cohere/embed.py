@@ -71,8 +71,8 @@ def embed(body: CohereEmbedBody, asked: Asked) -> Answer:
             raise invalid(f"'{param}' is {shorten(kind)!r}; only 'float' and 'base64' are supported yet.", param)
     if not isinstance(body.texts, list):
         raise invalid("'texts' must be a list of strings.", "texts")
-    read.check_length(body.texts, "texts")
-    texts = read.read_texts(body.texts, "texts", prefix=read.prompt_for(encoder, *_PROMPTS.get(body.input_type or "", ())))
+    prompt = read.prompt_for(encoder, *_PROMPTS.get(body.input_type or "", ()))
+    texts = [prompt + text for text in read.read_texts(body.texts, "texts")]
     limit = opened.running.model.capacity.max_model_len
     if body.truncate == "NONE":
         if body.max_tokens is not None and body.max_tokens < limit:

@@ -203,7 +203,7 @@ def rerank(body: TeiRerankBody, asked: Asked) -> Answer:
     opened = read.open_model(asked, model=body.model)
     if not isinstance(body.texts, list):
         raise invalid("'texts' must be a list of strings.", "texts")
-    texts = [text for text in read.read_texts(body.texts, "texts") if isinstance(text, str)]
+    texts = read.read_texts(body.texts, "texts")
     pairs = Pairs([read.read_text(body.query, "query")], texts, lambda _: "query", read.name_in("texts", body.texts))
     call = pairs.call(opened, _truncation(body, opened), is_search=True)
 
@@ -222,11 +222,11 @@ def rerank(body: TeiRerankBody, asked: Asked) -> Answer:
 class TeiEndpoint:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
-        self.embed = parts.texts.answers(EmbedBody, embed)
-        self.embed_all = parts.texts.answers(InputsBody, embed_all)
-        self.embed_sparse = parts.texts.answers(InputsBody, embed_sparse)
-        self.rerank = parts.texts.answers(TeiRerankBody, rerank)
-        self.predict = parts.texts.answers(PredictBody, predict)
+        self._answers: dict[Task, JsonEndpoint] = {
+            Task.EMBED: parts.texts.answers(EmbedBody, embed),
+            Task.RERANK: parts.texts.answers(TeiRerankBody, rerank),
+            Task.CLASSIFY: parts.texts.answers(PredictBody, predict),
+        }
 
     async def reads_texts(self, _data: bytes, http: HttpRequest) -> bool:
         """Return whether the default model is an encoder: the condition for answering `/`."""
@@ -236,8 +236,7 @@ class TeiEndpoint:
         """Embed, rank or classify, depending on the default model."""
         encoder = self._model(http).model.encoder
         assert encoder is not None
-        answer: JsonEndpoint = {Task.EMBED: self.embed, Task.RERANK: self.rerank}.get(encoder.task, self.predict)
-        return await answer(data, http)
+        return await self._answers[encoder.task](data, http)
 
     async def info(self, http: HttpRequest) -> TeiInfo:
         """Describe the default model in text-embeddings-inference's shape."""
@@ -324,7 +323,7 @@ def _tokens(body: TeiTokenizeBody, running: RunningModel) -> bytes:
         raise invalid("The model has no prompts.", "prompt_name")
     else:
         prompt = ""
-    texts = [text for text in read.read_texts(body.inputs, "inputs", prefix=prompt) if isinstance(text, str)]
+    texts = [prompt + text for text in read.read_texts(body.inputs, "inputs")]
     for index, text in enumerate(texts):
         check_text_size(text, running, f"inputs[{index}]")
     lists: list[list[int]] = []
@@ -360,14 +359,14 @@ _Labels = list[TeiLabel] | list[list[TeiLabel]]
 
 
 def _routes(parts: Parts) -> Sequence[Route]:
-    tei = TeiEndpoint(parts)
+    tei, texts = TeiEndpoint(parts), parts.texts_route
     with_texts, with_inputs = parts.has_field("texts"), parts.has_field("inputs")
     return [
-        Route("POST /embed", "Embed", tei.embed, EmbedBody, list[Vector]),
-        Route("POST /embed_all", "Embed each token", tei.embed_all, InputsBody, list[list[Vector]]),
-        Route("POST /embed_sparse", "Embed by words", tei.embed_sparse, InputsBody, list[list[TeiSparse]]),
-        Route("POST /predict", "Classify", tei.predict, PredictBody, _Labels),
-        Route("POST /rerank", "Rerank", tei.rerank, TeiRerankBody, list[TeiRanked], when=with_texts),
+        texts("POST /embed", "Embed", EmbedBody, embed, list[Vector]),
+        texts("POST /embed_all", "Embed each token", InputsBody, embed_all, list[list[Vector]]),
+        texts("POST /embed_sparse", "Embed by words", InputsBody, embed_sparse, list[list[TeiSparse]]),
+        texts("POST /predict", "Classify", PredictBody, predict, _Labels),
+        texts("POST /rerank", "Rerank", TeiRerankBody, rerank, list[TeiRanked], when=with_texts),
         Route("POST /tokenize", "Tokenize", tei.tokenize, TeiTokenizeBody, list[list[TeiToken]], when=with_inputs),
         Route(
             "POST /",

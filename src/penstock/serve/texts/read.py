@@ -97,7 +97,7 @@ class Opened:
                 value = _spelled(value, param, self.running)
             else:
                 value = [_spelled(item, f"{param}[{index}]", self.running) for index, item in enumerate(value)]
-        texts = read_texts(value, param, vocab_size=self.running.model.vocab_size, prefix=prompt)
+        texts = _texts_or_ids(value, param, self.running.model.vocab_size, prompt)
         if prompt_name is not None and any(isinstance(text, TokenIds) for text in texts):
             raise invalid("'prompt_name' needs texts: token ids are taken as they are.", "prompt_name")
         return self.call(texts, name_of, truncation)
@@ -148,29 +148,34 @@ def open_model(
     return Opened(running, encoder, terms, claim_of(terms.owner.tenant, asked.data), model or running.name)
 
 
-def read_texts(value: Any, param: str, *, vocab_size: int | None = None, prefix: str = "") -> list[TextInput]:
-    """Return the texts of a field: a text or a list of texts. Raises 400.
-
-    With `vocab_size`, a text may be a list of token ids. `prefix` is put before each other text.
-    """
+def read_texts(value: Any, param: str) -> list[str]:
+    """Return the texts of a field: a text or a list of texts. Raises 400."""
     if isinstance(value, str):
-        return [_text(value, param, prefix)]
+        return [read_text(value, param)]
     if not isinstance(value, list):
-        ids = "" if vocab_size is None else ", token ids or lists of those"
-        raise invalid(f"'{param}' must be a string, a list of strings{ids}.", param)
+        raise invalid(f"'{param}' must be a string, a list of strings.", param)
     check_length(value, param)
-    if type(value[0]) is int and vocab_size is not None:
+    return [read_text(item, f"{param}[{index}]") for index, item in enumerate(value)]
+
+
+def _texts_or_ids(value: Any, param: str, vocab_size: int, prompt: str) -> list[TextInput]:
+    """Return the texts of a field, each after the prompt, and its lists of token ids. Raises 400."""
+    if isinstance(value, str):
+        return [prompt + read_text(value, param)]
+    if not isinstance(value, list):
+        raise invalid(f"'{param}' must be a string, a list of strings, token ids or lists of those.", param)
+    check_length(value, param)
+    if type(value[0]) is int:
         return [_token_ids(value, param, vocab_size)]
     texts: list[TextInput] = []
     for index, item in enumerate(value):
         name = f"{param}[{index}]"
-        if type(item) is str:
-            texts.append(_text(item, name, prefix))
-        elif type(item) is list and vocab_size is not None:
+        if isinstance(item, str):
+            texts.append(prompt + read_text(item, name))
+        elif isinstance(item, list):
             texts.append(_token_ids(item, name, vocab_size))
         else:
-            ids = "" if vocab_size is None else ", or a list of token ids"
-            raise invalid(f"'{name}' must be a string{ids}.", name)
+            raise invalid(f"'{name}' must be a string, or a list of token ids.", name)
     return texts
 
 
@@ -212,7 +217,9 @@ def read_text(value: Any, param: str) -> str:
     """Return a text. Raises 400 if the value is empty or not a string."""
     if not isinstance(value, str):
         raise invalid(f"'{param}' must be a string.", param)
-    return _text(value, param, "")
+    if not value:
+        raise invalid(f"'{param}' is an empty string. Leave it out.", param)
+    return value
 
 
 def name_in(param: str, value: object) -> Callable[[int], str]:
@@ -325,12 +332,6 @@ def first_prompt(prompts: Iterable[str], names: Iterable[str]) -> str | None:
 QUERY_PROMPTS = ("query",)
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 """Names of prompts for questions and for documents, in the order in which sentence-transformers looks them up."""
-
-
-def _text(text: str, param: str, prefix: str) -> str:
-    if not text:
-        raise invalid(f"'{param}' is an empty string. Leave it out.", param)
-    return prefix + text
 
 
 def _token_ids(value: list[Any], param: str, vocab_size: int) -> TokenIds:

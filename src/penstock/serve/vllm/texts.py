@@ -80,8 +80,7 @@ class Pooling(ListHead):
 def score(body: ScoreBody, asked: Asked) -> Answer:
     """Score pairs of texts, with a reranker or by the cosine of an embedding model's vectors."""
     opened = read.open_body(asked, body)
-    firsts = [text for text in read.read_texts(body.text_1, "text_1") if isinstance(text, str)]
-    seconds = [text for text in read.read_texts(body.text_2, "text_2") if isinstance(text, str)]
+    firsts, seconds = read.read_texts(body.text_1, "text_1"), read.read_texts(body.text_2, "text_2")
     if len(firsts) not in (1, len(seconds)):
         raise invalid(
             f"'text_1' has {len(firsts)} texts and 'text_2' has {len(seconds)}: send one text in 'text_1', or as many.",
