@@ -35,7 +35,7 @@ _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
 
 def read_terms(
     scope: Scope,
-    arrival_ns: int,
+    now_ns: int,
     config: ServerConfig,
     *,
     is_priority_scheduled: bool,
@@ -43,14 +43,13 @@ def read_terms(
     cache_salt: str = "",
     conversation: str = "",
 ) -> Terms:
-    """Return a request's terms, such as deadline and priority.
+    """Return a request's terms, such as deadline and priority. The request arrives now, unless it has waited already.
 
     They come from its headers, its key, the server's limits of time, and three fields of its body: `priority`, `cache_salt`
-    and `conversation`. `arrival_ns` is the time now, except that a request that waited for its model arrived before that wait.
-    Raises 400 for malformed, contradicting or unsupported values.
+    and `conversation`. Raises 400 for malformed, contradicting or unsupported values.
     """
     course = course_of(scope)
-    arrival_ns = arrival_ns if course.arrival_ns is None else course.arrival_ns
+    arrival_ns = now_ns if course.arrival_ns is None else course.arrival_ns
     queued_ns = arrival_ns if course.chosen_ns is None else course.chosen_ns
     owner = read_owner(scope)
     headers, key = headers_of(scope), key_of(scope)

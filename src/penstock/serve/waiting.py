@@ -23,7 +23,7 @@ from penstock.calls.in_flight import Arrival, InFlight
 from penstock.config import ServerConfig
 from penstock.deploy.deployment import Deployment
 from penstock.deploy.off_loop import in_daemon
-from penstock.deploy.running import ModelState, RunningModel, ServedModel
+from penstock.deploy.running import ModelState, ServedModel
 from penstock.obs.trace_context import Span
 from penstock.serve.asking import PipelineOpen, RouteOpen, UpstreamChosen, models_of
 from penstock.serve.course import Routed, course_of
@@ -252,13 +252,12 @@ class Waits:
             )
         if served is None:  # it was removed: the endpoint, called again, answers 404
             return
-        asked_ns = clock.now_ns()
-        arrival_ns = asked_ns if course.arrival_ns is None else course.arrival_ns
-        terms = read_terms(http.scope, arrival_ns, config, is_priority_scheduled=True)
-        request_id, owner, unix_time_s = terms.request_id, terms.owner, self._deployment.sources.unix_time_s
-        arrival = Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns, waits=course.waits, model=served.name)
+        asked_ns, unix_time_s = clock.now_ns(), self._deployment.sources.unix_time_s
+        terms = read_terms(http.scope, asked_ns, config, is_priority_scheduled=True)
+        request_id, owner, arrival_ns = terms.request_id, terms.owner, terms.arrival_ns
+        arrival = Arrival(request_id, owner, arrival_ns, clock, unix_time_s, asked_ns, waits=terms.waits, model=served.name)
         with self._in_flight.arriving(arrival):
-            await unless_gone(http, _loaded(self._deployment, served, terms, _wait_limit_ns(terms, config), len(data)))
+            await unless_gone(http, _wait_for_load(self._deployment, served, terms, _wait_limit_ns(terms, config), len(data)))
         self._count_wait("model", asked_ns, http)
         served.metrics.count_model_wait(clock.now_ns() - asked_ns)
 
@@ -313,27 +312,25 @@ class _AdapterLooks:
             return await in_daemon(partial(look_up, name, self._deployment))
 
 
-async def _loaded(deployment: Deployment, served: ServedModel, terms: Terms, limit_ns: int, num_bytes: int) -> RunningModel:
-    """Wait for the model to be loaded, and return it. `num_bytes`: size of the request's body.
+async def _wait_for_load(deployment: Deployment, served: ServedModel, terms: Terms, limit_ns: int, num_bytes: int) -> None:
+    """Wait until the model is loaded. `num_bytes`: size of the request's body.
 
     Raises `Rejected` if too many requests wait for the model, or if loading takes longer than the request may wait.
     """
-    key, place = terms.owner.key, (_account(terms), num_bytes)
+    key, place, detail = terms.owner.key, (_account(terms), num_bytes), f"The model {served.name} is being loaded."
     if (refusal := _no_place(served, terms, num_bytes)) is not None:
         raise _refused(served, key, *refusal, deployment.expected_wait_s(served))
     patience_s = (limit_ns - deployment.clock.now_ns()) / 1e9
     future = deployment.want(served, is_background=terms.background)  # load it even if this request can't wait so long
     expected_s = 0.0 if future.done() else deployment.expected_wait_s(served)
     if expected_s > patience_s:
-        raise _refused(served, key, RejectReason.UNAVAILABLE, f"The model {served.name} is being loaded.", expected_s)
+        raise _refused(served, key, RejectReason.UNAVAILABLE, detail, expected_s)
     served.waiting.append(place)
     try:
         async with asyncio.timeout(max(0.0, patience_s)):
-            return await asyncio.shield(asyncio.wrap_future(future))
+            await asyncio.shield(asyncio.wrap_future(future))
     except TimeoutError:
-        expected_s = deployment.expected_wait_s(served)
-        detail = f"The model {served.name} is being loaded."
-        raise _refused(served, key, RejectReason.UNAVAILABLE, detail, expected_s) from None
+        raise _refused(served, key, RejectReason.UNAVAILABLE, detail, deployment.expected_wait_s(served)) from None
     except Rejected as rejected:
         if not terms.background:  # which comes again
             served.metrics.count_rejected(rejected.reason, key)
