@@ -20,7 +20,7 @@ from penstock.serve.ensembles import Ensemble
 from penstock.serve.errors import model_not_found, stays_here, unavailable
 from penstock.serve.questions import QuestionReader
 from penstock.serve.terms import claim_of
-from penstock.serve.trials import Agreement, FirstTokens, Odds, Trial, Verification
+from penstock.serve.trials import Agreement, FirstTokens, Odds, Verification
 from penstock.serve.verdicts import Verdicts
 
 if TYPE_CHECKING:  # with an HTTP client, which few servers need
@@ -79,12 +79,7 @@ class RouteChooser:
         return replace(routed, model=model, why=why, rest=rest)
 
     def _by_confidence(self, by: AgreementConfig | VerifierConfig, routed: Routed, http: HttpRequest) -> Routed:
-        trial: Trial
-        match by:
-            case AgreementConfig():
-                trial = Agreement(by)
-            case VerifierConfig():
-                trial = Verification(self._odds(by.verifier, http), by.least)
+        trial = Agreement(by) if isinstance(by, AgreementConfig) else Verification(self._odds(by.verifier, http), by.least)
         return replace(routed, rest=(*routed.rest, *self._after_strong(routed)), trial=trial)
 
     async def _by_ensemble(self, by: EnsembleConfig, routed: Routed, data: bytes, http: HttpRequest) -> Routed:

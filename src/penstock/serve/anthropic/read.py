@@ -80,7 +80,7 @@ def create(body: MessagesBody, asked: Asked) -> tuple[Call, NewWriter]:
         stop=body.stop_sequences or (),
         user=user,
         conversation_name=user,
-        conversation=Conversation(variables=_variables(body, dialect), **_messages(body)),
+        conversation=_conversation(body, dialect),
         tools=_tools(shown),
         tool_choice=_tool_choice(body, shown),
         grammar=None if schema is None else json_grammar(schema, param),
@@ -102,7 +102,7 @@ def read_prompt(data: bytes, scope: Scope, reader: Reader) -> tuple[RunningModel
     shown = _shown(body)
     names = _names(shown)
     tools = () if _tool_choice(body, shown).mode == "none" else tools_for_template(_tools(shown), names)
-    conversation = Conversation(variables=_variables(body, running.dialect), **_messages(body))
+    conversation = _conversation(body, running.dialect)
     check_conversation(conversation, names)
     return running, replace(conversation, tools=tools)
 
@@ -193,8 +193,8 @@ def _tool_choice(body: CountTokensBody, shown: Sequence[tuple[int, ClientTool]])
 # Messages
 
 
-def _messages(body: CountTokensBody) -> dict[str, Any]:
-    """Return the body's messages as arguments for a `Conversation`. Raises 400."""
+def _conversation(body: CountTokensBody, dialect: Dialect) -> Conversation:
+    """Return the body's messages, without its tools. Raises 400."""
     made = _Messages()
     if body.system not in (None, "", []):
         made.add("system", body.system, "system")
@@ -204,7 +204,9 @@ def _messages(body: CountTokensBody) -> dict[str, Any]:
     if goes_on and messages[-1].calls:
         param = f"messages[{len(body.messages) - 1}]"
         raise invalid(f"'{param}' calls tools and is the last message: one with their results must follow.", param)
-    return {"messages": messages, "add_generation_prompt": not goes_on, "continue_final_message": goes_on}
+    return Conversation(
+        messages, add_generation_prompt=not goes_on, continue_final_message=goes_on, variables=_variables(body, dialect)
+    )
 
 
 class _Messages:

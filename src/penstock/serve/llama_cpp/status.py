@@ -93,7 +93,7 @@ class LlamaStatus:
 
     async def slots(self, http: HttpRequest) -> list[LlamaSlot]:
         """List a slot for each running request, and the free slots. With `fail_on_no_slot`, 503 if no slot is free."""
-        running = self._find(http)
+        running = find_model(http.query_params.get("model"), self._deployment, http.scope)
         owner = read_owner(http.scope)
         total, num_running = _num_slots(running)
         if http.query_params.get("fail_on_no_slot") and num_running >= total:
@@ -107,9 +107,6 @@ class LlamaStatus:
         for slot, request in zip(slots, own, strict=False):
             slot["params"], slot["next_token"] = _slot_state(request)
         return slots
-
-    def _find(self, http: HttpRequest) -> RunningModel:
-        return find_model(http.query_params.get("model"), self._deployment, http.scope)
 
 
 def _props(name: str, *, is_sleeping: bool) -> PropsHead:

@@ -149,7 +149,7 @@ class OllamaModels:
             if error.status_code != 404:
                 raise
             remedy = "Fetch it with `penstock pull MODEL` where the server runs, and name it to `penstock serve`."
-            raise _not_done(f"{error.message} {remedy}") from None
+            raise ApiError(501, f"{error.message} {remedy}", code="not_implemented") from None
         steps = ["success"] if body.stream is False else ["pulling manifest", "success"]
         lines = b"".join([fast_json.dumps({"status": step}) + b"\n" for step in steps])
         return Response(lines, media_type="application/json" if body.stream is False else "application/x-ndjson")
@@ -160,10 +160,6 @@ class OllamaModels:
             raise invalid("Missing required parameter: 'model'.", "model")
         served, _ = find_allowed(name_of(name, self._deployment), self._deployment, http.scope)
         return served
-
-
-def _not_done(message: str) -> ApiError:
-    return ApiError(501, message, code="not_implemented")
 
 
 def _named(served: ServedModel, name: str, facts: ModelFacts) -> OllamaModel:
