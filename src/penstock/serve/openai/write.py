@@ -6,7 +6,7 @@ An event is bytes, joined once per step from prepared parts. A complete stream e
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NotRequired
 
 from typing_extensions import TypedDict
@@ -145,7 +145,8 @@ class AnswerWriter(Writer):
         )
         self._head = b""
         self._prefixes: list[bytes] = []
-        self._suffix = b"}]" + (b',"usage":null' if call.answer.includes_usage else b"") + b"}\n\n"
+        self._plain_end = b""
+        """The bytes of an event after its text, if it has no further fields."""
 
     def begin(self, timing: str) -> bytes:
         """Prepare parts of the events and return `Server-Timing` as a comment. An adapter's fingerprint is known only now."""
@@ -193,11 +194,16 @@ class AnswerWriter(Writer):
             return None
         return prompt_logprobs(self._tokenizer, self._call.scores_of(index).prompt_logprobs, num_top)
 
-    def _usage_suffix(self) -> bytes:
-        suffix = self._suffix
-        if self._options.has_continuous_usage:
-            suffix = b'}],"usage":' + fast_json.dumps(self._usage()) + b"}\n\n"
-        return b"}]" + self._timed + suffix.removeprefix(b"}]") if self._timed else suffix
+    def _event(self, index: int, content: bytes, fields: Mapping[str, Any]) -> bytes:
+        """Return an event with a piece of choice `index`, as JSON, and further fields of the choice."""
+        return self._prefixes[index] + content + b"," + fast_json.dumps(fields)[1:-1] + self._end_of_event()
+
+    def _end_of_event(self) -> bytes:
+        """Return the bytes after a choice's fields."""
+        usage = b""
+        if self._options.includes_usage:
+            usage = b',"usage":' + (fast_json.dumps(self._usage()) if self._options.has_continuous_usage else b"null")
+        return b"}]" + self._timed + usage + b"}\n\n"
 
     def _note_times(self, index: int, chunk: OutputChunk) -> None:
         """Note a chunk's times, before its events are written."""
@@ -220,7 +226,6 @@ class ChatWriter(AnswerWriter):
 
     def __init__(self, call: RunningCall) -> None:
         super().__init__(call)
-        self._plain_suffix = b'},"logprobs":null,"finish_reason":null' + self._suffix
         self._logprobs = [ChatLogprobs.of(call) for _ in call.requests] if self._options.has_logprobs else []
         self._choices: list[ChoiceReader] | None = None
         """None if all text is content."""
@@ -230,7 +235,8 @@ class ChatWriter(AnswerWriter):
     def begin(self, timing: str) -> bytes:
         times = super().begin(timing)
         content = b'""' if self._call.form is None or self._call.form.tools is None else b"null"
-        role = b'"role":"assistant","content":' + content + b'},"logprobs":null,"finish_reason":null' + self._usage_suffix()
+        self._plain_end = b'},"logprobs":null,"finish_reason":null' + self._end_of_event()
+        role = b'"role":"assistant","content":' + content + self._plain_end
         events = b"".join([prefix + role for prefix in self._prefixes])
         if not self._options.has_token_ids:
             return times + events
@@ -243,8 +249,8 @@ class ChatWriter(AnswerWriter):
         if chunk.finish_reason is None:
             return data
         word = FINISH_WORDS[chunk.finish_reason] if self._choices is None else self._choices[index].finish_word(chunk)
-        fields = {"finish_reason": word, "stop_reason": self._stop_reason(chunk)}
-        return data + self._prefixes[index] + b'},"logprobs":null,' + fast_json.dumps(fields)[1:-1] + self._usage_suffix()
+        fields = {"logprobs": None, "finish_reason": word, "stop_reason": self._stop_reason(chunk)}
+        return data + self._event(index, b"}", fields)
 
     def whole(self, records: Sequence[ChoiceRecord]) -> dict[str, Any]:
         answer = super().whole(records)
@@ -267,7 +273,7 @@ class ChatWriter(AnswerWriter):
         An event without text follows for log-probabilities and token ids, and for usage or timings that no other event has.
         """
         parts = choice.read(chunk)
-        end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
+        end = b',"logprobs":null,"finish_reason":null' + self._end_of_event()
         deltas = [delta for part in parts if (delta := _delta(part)) is not None]
         events = [self._prefixes[index] + fast_json.dumps(delta)[1:] + end for delta in deltas]
         has_tokens = self._options.has_logprobs or self._options.has_token_ids
@@ -280,7 +286,7 @@ class ChatWriter(AnswerWriter):
         if self._is_plain:
             if not chunk.text:
                 return b""
-            return self._prefixes[index] + b'"content":' + fast_json.dumps(chunk.text) + self._plain_suffix
+            return self._prefixes[index] + b'"content":' + fast_json.dumps(chunk.text) + self._plain_end
         logprobs = None
         if self._logprobs:
             entries, is_last = self._shown_logprobs(chunk), chunk.finish_reason is not None
@@ -291,7 +297,7 @@ class ChatWriter(AnswerWriter):
         if self._options.has_token_ids:
             fields["token_ids"] = chunk.token_ids
         content = b'"content":' + fast_json.dumps(chunk.text) if shows_text else b""
-        return self._prefixes[index] + content + b"}," + fast_json.dumps(fields)[1:-1] + self._usage_suffix()
+        return self._event(index, content + b"}", fields)
 
     def _choice(self, index: int, record: ChoiceRecord) -> ChatChoice:
         text, logprobs = record.text, None
@@ -350,41 +356,31 @@ class CompletionWriter(AnswerWriter):
 
     def __init__(self, call: RunningCall) -> None:
         super().__init__(call)
-        self._plain_suffix = b',"logprobs":null,"finish_reason":null' + self._suffix
         self._has_begun = [False] * len(call.requests)
         self._logprobs = [self._logprob_writer() for _ in call.requests] if self._options.has_logprobs else []
 
     def begin(self, timing: str) -> bytes:
         times = super().begin(timing)
+        self._plain_end = b',"logprobs":null,"finish_reason":null' + self._end_of_event()
         if not self._options.echo or self._options.echo_logprobs is not None:
             return times
-        end = b',"logprobs":null,"finish_reason":null' + self._usage_suffix()
         echoes = [self._echo(index) for index in range(len(self._prefixes))]
         pairs = zip(self._prefixes, echoes, strict=True)
-        return times + b"".join([prefix + fast_json.dumps(echo) + end for prefix, echo in pairs if echo])
+        return times + b"".join([prefix + fast_json.dumps(echo) + self._plain_end for prefix, echo in pairs if echo])
 
     def write(self, index: int, chunk: OutputChunk) -> bytes:
         self._note_times(index, chunk)
         if chunk.finish_reason is None and self._is_plain:
-            return self._prefixes[index] + fast_json.dumps(chunk.text) + self._plain_suffix if chunk.text else b""
+            return self._prefixes[index] + fast_json.dumps(chunk.text) + self._plain_end if chunk.text else b""
         echo = b"" if self._options.echo_logprobs is None or self._has_begun[index] else self._scored_echo(index)
-        fields = self._fields(index, chunk)
-        return (
-            echo
-            + self._prefixes[index]
-            + fast_json.dumps(chunk.text)
-            + b","
-            + fast_json.dumps(fields)[1:-1]
-            + self._usage_suffix()
-        )
+        return echo + self._event(index, fast_json.dumps(chunk.text), self._fields(index, chunk))
 
     def _scored_echo(self, index: int) -> bytes:
         """Return the event with a prompt and its log-probabilities. Empty if the request failed before they were computed."""
         if self._call.scores_of(index).lacks_prompt_logprobs:
             return b""
         fields = {"logprobs": self._echo_logprobs(index, self._logprobs[index]), "finish_reason": None}
-        text = fast_json.dumps(self._echo(index))
-        return self._prefixes[index] + text + b"," + fast_json.dumps(fields)[1:-1] + self._usage_suffix()
+        return self._event(index, fast_json.dumps(self._echo(index)), fields)
 
     def _echo_logprobs(self, index: int, writer: CompletionLogprobs) -> CompletionTokens:
         request, num_top = self._call.scores_of(index), self._options.echo_logprobs or 0
