@@ -156,6 +156,10 @@ void Engine::add_instruction(Instruction instruction) {
     if (const TextAttentionOp& op = instruction.text_attention; op.relative_scales >= 0) {
         const bool sees_all = op.num_heads == op.num_kv_heads && !op.is_causal && op.window == 0;
         if (!sees_all) throw std::invalid_argument("keys of distances are for heads of their own that see the whole text");
+        const int64_t count = int64_t{op.num_heads} * ((op.head_dim + 1) / 2 * 2) * op.num_relative;
+        const bool has_all = weights_.num_integers(op.relative_keys) == count && weights_.num_integers(op.relative_queries) == count;
+        const int behind = (op.same_position + 32) / 32 * 32;  // a text's positions are computed by so many
+        if (!has_all || op.num_relative < op.same_position + behind) throw std::invalid_argument("a text has more distances");
         num_positions_ = std::min(num_positions_, op.same_position + 1);
     }
     widest_text_head_ = std::max(widest_text_head_, instruction.text_attention.head_dim);

@@ -62,7 +62,8 @@ class Weights {
 
     const int32_t* order(int id) const { return orders_[id].data(); }
 
-    const int16_t* integers(int id) const { return id < 0 ? nullptr : integers_[id].data(); }
+    const int16_t* integers(int id) const { return integers_[id].data(); }
+    int64_t num_integers(int id) const { return static_cast<int64_t>(integers_.at(id).size()); }
 
     int64_t bytes() const { return bytes_; }
     // Those of them that lie in the file.

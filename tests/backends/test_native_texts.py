@@ -38,7 +38,6 @@ from penstock.models.program import (
     States,
     TextAttention,
 )
-from penstock.models.relative import rows_of
 from penstock.models.weights import LoadedModel, WeightFormat, WeightTensor
 from penstock.testing.builders import make_core, make_text, sizes_of, text_capacity
 from penstock.testing.driver import run_to_completion
@@ -158,8 +157,7 @@ def attention_case(
         for name, rows in {"table": 2 * relative.span, "wk": width, "wq": width}.items():
             weights[name] = rng.standard_normal((rows, width)).astype(np.float32) / np.float32(width**0.5)
         weights |= {name: rng.standard_normal((1, width)).astype(np.float32) for name in ("norm", "shift", "bk", "bq")}
-        rows = rows_of(relative, MAX_LEN)
-        of_distances = Relative("table", 2 * relative.span, "norm", "shift", "wk", "bk", "wq", "bq", 1e-3, rows)
+        of_distances = Relative(relative, "table", "norm", "shift", "wk", "bk", "wq", "bq", 1e-3)
     op = TextAttention("y", "q", "k", "v", *sizes, mask, window, distances, num_distances, of_distances, sinks)
     weights |= {} if sinks is None else {sinks: 3 * rng.standard_normal((1, num_heads)).astype(np.float32)}
     return Case([*(Embed(name, name) for name in ("q", "k", "v")), op, States("y")], widths, weights)
@@ -199,14 +197,16 @@ def test_attention_within_texts(variant: str, settings: tuple[Any, ...]) -> None
 def test_the_memory_for_distances_is_planned() -> None:
     plain, case = (attention_case(3, 3, 17, "all", 0, 0, relative) for relative in (None, RelativeSpec(span=8, farthest=20)))
     held = case.native().weight_bytes - plain.native().weight_bytes
-    assert 0.9 * relative_bytes(case.program) < held <= relative_bytes(case.program)
+    assert 0.9 * relative_bytes(case.program, MAX_LEN) < held <= relative_bytes(case.program, MAX_LEN)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("name", ["table", "norm", "shift", "wk", "bk", "wq", "bq", "s"])
-def test_integers_of_distances_hide_no_number_that_is_none(name: str) -> None:
+def test_what_is_no_number_in_a_weight_of_distances_is_not_hidden(name: str, value: float) -> None:
     case = attention_case(2, 2, 34, "all", 0, 0, RelativeSpec(span=8, farthest=20), "s")
-    cast("F32", case.model.weights[name].stored)[0, 1] = np.nan
-    assert Steps(case.native()).run([((3, 6, 8) * 9, 0)]) == [NO_USABLE_STATE]
+    cast("F32", case.model.weights[name].stored)[0, 1] = value
+    (found,) = Steps(case.native()).run([((3, 6, 8) * 9, 0)])
+    assert isinstance(found, str) or (value == 1e30 and np.isfinite(found).all()) or (name == "s" and value == np.inf)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -547,8 +547,8 @@ def test_disentangled_attention_has_keys_and_queries_of_distances_and_may_have_s
     weights = {"table": values(6, 16), "norm": values(1, 16), "shift": values(1, 16)}
     weights |= {"wk": values(16, 16), "wq": values(16, 16), "bk": values(1, 16), "bq": values(1, 16)}
     rows = rows_of(RelativeSpec(span=3), NUM_TOKENS)
-    assert rows == tuple(min(max(3 - distance, 0), 5) for distance in range(1 - NUM_TOKENS, NUM_TOKENS))
-    relative = Relative("table", 6, "norm", "shift", "wk", "bk", "wq", "bq", 0.1, rows)
+    assert rows.tolist() == [min(max(3 - distance, 0), 5) for distance in range(1 - NUM_TOKENS, NUM_TOKENS)]
+    relative = Relative(RelativeSpec(span=3), "table", "norm", "shift", "wk", "bk", "wq", "bq", 0.1)
     weights["sinks"] = values(1, 2)
     op = TextAttention("y", "q", "k", "v", 2, 2, 8, 0.5, relative=relative, sinks="sinks")
     program = Program((op, States("y")), (), KV_SHAPES, 11)

@@ -62,6 +62,7 @@ def test_slopes_of_alibi_are_those_of_the_paper(num_heads, expected):
         ("deberta", {"conv_kernel_size": 3}, "conv_kernel_size is 3"),
         ("deberta", {"type_vocab_size": 2}, "type_vocab_size is 2"),
         ("deberta", {"embedding_size": 71}, "embedding_size is 71"),
+        ("deberta_classes", {"pooler_hidden_act": "mish"}, "pooler_hidden_act is 'mish'"),
         ("deberta", {"position_buckets": 32}, "position_buckets is 32, and max_relative_positions is 20"),
         ("deberta", {"position_buckets": 6}, "the tensor relative is|relative is 16 x 72"),
         ("deberta", {"max_relative_positions": 1 << 20}, "max_relative_positions is 1048576"),
@@ -164,3 +165,15 @@ def test_a_decoder_whose_tokens_see_later_ones_embeds_and_writes_nothing(tmp_pat
     assert {attention.mask for attention in load_hf_directory(path).spec.attentions} == {"all"}
     with pytest.raises(ModelError, match="is_causal is False"):
         load_hf_directory(path, task="generate")
+
+
+def test_tensors_of_published_debertas_that_nothing_reads_are_passed_over(tmp_path):
+    case = ENCODERS["deberta_classes"]
+    more = {"position_ids": (1, 48), "position_embeddings.weight": (48, 72), "word_embeddings._weight": (263, 72)}
+    shapes = {**case.shapes, **{f"deberta.embeddings.{name}": shape for name, shape in more.items()}}
+    path = write_encoder(replace(case, shapes=shapes), tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    spelled = {"norm_rel_ebd": "Layer_Norm", "pos_att_type": "C2P | p2c", "pooler_hidden_act": "tanh"}
+    (path / "config.json").write_text(json.dumps(config | spelled))
+    plain = load_hf_directory(write_encoder(case, tmp_path / "plain"))
+    assert load_hf_directory(path).spec.attentions == plain.spec.attentions

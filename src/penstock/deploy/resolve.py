@@ -397,7 +397,9 @@ def _step_bytes(compute: Compute, spec: ModelSpec, program: Program) -> int:
     from penstock.backends.batch import most_scored
 
     num_samples = compute.max_rows + most_scored(program)
-    num_bytes = footprint.buffer_bytes(program, compute.max_step_tokens, num_samples) + footprint.relative_bytes(program)
+    longest = min(compute.max_step_tokens, spec.max_model_len)
+    num_bytes = footprint.buffer_bytes(program, compute.max_step_tokens, num_samples)
+    num_bytes += footprint.relative_bytes(program, longest)
     return footprint.expert_bytes(spec, compute.max_step_tokens) + max(0, num_bytes - sizing.STEP_RESERVE_BYTES)
 
 

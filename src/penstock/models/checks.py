@@ -186,7 +186,7 @@ def weight_shapes(program: prog.Program) -> dict[str, tuple[int, int]]:
                 add(1, op.num_heads, op.sinks)
                 if op.relative is not None:
                     add(1, width[op.q], op.relative.norm, op.relative.norm_bias)
-                    add(op.relative.num_rows, width[op.q], op.relative.table)
+                    add(2 * op.relative.spec.span, width[op.q], op.relative.table)
             case prog.RMSNorm():
                 add(1, width[op.x] if op.is_by_column else op.group or width[op.x], op.weight)
             case prog.LayerNorm():

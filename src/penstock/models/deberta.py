@@ -19,9 +19,15 @@ from penstock.types.model_spec import ModelSpec, RelativeSpec
 
 def _values(values: Mapping[str, Any]) -> dict[str, Any]:
     found = bert_values(values, vocab_size=128100, layer_norm_eps=1e-7, type_vocab_size=0, max_relative_positions=-1)
-    if found["max_relative_positions"] in (0, -1):
+    if type(found["max_relative_positions"]) is int and found["max_relative_positions"] < 1:
         found["max_relative_positions"] = found["max_position_embeddings"]
     return found
+
+
+def _words(value: object) -> set[str]:
+    """Return the words of a list, or of a text with bars between them, in lower case as transformers has them."""
+    words = value.split("|") if isinstance(value, str) else value if isinstance(value, list) else ()
+    return {str(word).strip().lower() for word in words}
 
 
 def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
@@ -30,10 +36,10 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
     for key, value in {"relative_attention": True, "position_biased_input": False, "share_att_key": True}.items():
         if config.require(key, bool) is not value:
             raise checks.unsupported(config.path, f"{key} is {not value}", f"only {value} is")
-    if config.require("norm_rel_ebd", str).split("|") != ["layer_norm"]:
+    if "layer_norm" not in _words(config.require("norm_rel_ebd", str)):
         raise checks.unsupported(config.path, f"norm_rel_ebd is {config.values['norm_rel_ebd']!r:.80}", "only 'layer_norm' is")
     kinds = config.values.get("pos_att_type")
-    if kinds not in ("c2p|p2c", "p2c|c2p", ["c2p", "p2c"], ["p2c", "c2p"]):
+    if not {"c2p", "p2c"} <= _words(kinds):
         raise checks.unsupported(config.path, f"pos_att_type is {kinds!r:.80}", "only c2p and p2c together are")
     farthest, num_buckets = config.require("max_relative_positions", int), config.get("position_buckets", int) or -1
     relative = RelativeSpec(span=farthest) if num_buckets < 0 else RelativeSpec(span=num_buckets, farthest=farthest)
@@ -44,8 +50,13 @@ def _of_hf(config: JsonFile, spec: ModelSpec) -> ModelSpec:
 
 
 def _head(hf_class: str, config: JsonFile) -> Head | None:
-    pooler = HeadLayer("pooler.dense", activation=read_activation(config, "pooler_hidden_act", "gelu"))
-    return head_of_hf((pooler, HeadLayer("classifier", is_last=True)), hf_class, config)
+    if not hf_class.endswith("ForSequenceClassification"):  # nothing reads the pooler
+        return head_of_hf((), hf_class, config)
+    is_tanh = config.values.get("pooler_hidden_act") == "tanh"
+    activation = "tanh" if is_tanh else read_activation(config, "pooler_hidden_act", "gelu")
+    return head_of_hf(
+        (HeadLayer("pooler.dense", activation=activation), HeadLayer("classifier", is_last=True)), hf_class, config
+    )
 
 
 DEBERTA_V2 = replace(
@@ -65,5 +76,9 @@ DEBERTA_V2 = replace(
     },
     hf_head=_head,
     hf_mlm_head=None,
-    hf_unread=("cls.", "lm_predictions.", "mask_predictions.", "pooler."),
+    hf_unread=(
+        *BERT.hf_unread,
+        *("embeddings.position_embeddings.", "embeddings.word_embeddings._weight"),
+        *("lm_predictions.", "mask_predictions."),
+    ),
 )

@@ -12,7 +12,7 @@ from dataclasses import MISSING, dataclass, fields
 
 from penstock.types.errors import ModelError
 from penstock.types.kv_dtype import KvDtype, padded_head_dim, padded_latent
-from penstock.types.model_spec import Activation, AttentionSpec, Mask, Scoring
+from penstock.types.model_spec import Activation, AttentionSpec, Mask, RelativeSpec, Scoring
 
 HEAD_FC = "fc"
 """A draft head's weight that the program of its model multiplies."""
@@ -182,11 +182,11 @@ class LatentAttention(Op):
 class Relative:
     """Where disentangled attention gets the key and the query of each distance. Source: arXiv 2006.03654.
 
-    They are projected, as those of tokens are, from the layer norm of a table's row. Texts name weights.
+    They are projected, as those of tokens are, from the layer norm of a table's row. The `str` fields name weights.
     """
 
+    spec: RelativeSpec
     table: str
-    num_rows: int
     norm: str
     norm_bias: str
     k: str
@@ -194,7 +194,6 @@ class Relative:
     q: str
     q_bias: str
     eps: float
-    rows: tuple[int, ...]  # of the table, for the distances from -D to D
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,10 +105,10 @@ def buffer_bytes(program: Program, num_tokens: int, num_samples: int) -> int:
     return sum(sizes.values())
 
 
-def relative_bytes(program: Program) -> int:
-    """Return the bytes of the keys and queries of distances, which are computed in blocks of 32."""
+def relative_bytes(program: Program, num_tokens: int) -> int:
+    """Return the bytes of the keys and queries of distances in texts of this length, which are computed in blocks of 32."""
     return sum(
-        2 * 2 * (len(op.relative.rows) + 31) * op.num_heads * (op.head_dim + op.head_dim % 2)
+        2 * 2 * (2 * num_tokens + 30) * op.num_heads * (op.head_dim + op.head_dim % 2)
         for op in program.ops
         if isinstance(op, prog.TextAttention) and op.relative is not None
     )

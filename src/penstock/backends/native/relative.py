@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from penstock.backends.native._native import Engine
 from penstock.models.program import TextAttention
-from penstock.models.relative import FloatArray, keys_and_queries
+from penstock.models.relative import FloatArray, keys_and_queries, rows_of
 
 _BLOCK = 32  # `kBlock` of text_attention.cpp: positions are computed by so many
 _LARGEST_INTEGER, _LARGEST_NORM = np.float32(32767), np.float32(46000)  # as in native/kernels/kernels.h
@@ -20,13 +20,11 @@ def add_relative(
 ) -> tuple[int, int, int, int, int]:
     """Give the engine the distances within texts of up to `num_positions` tokens, if the operation has any.
 
-    Returns the ids of keys, queries and scales, the number of distances, and which of them is none. `matrix` returns a weight.
+    `matrix` returns a weight. Returns the ids of keys, queries and scales, the number of distances, and which is 0.
     """
     if op.relative is None:
         return -1, -1, -1, 0, 0
-    farthest, padding = len(op.relative.rows) // 2, -num_positions % _BLOCK
-    rows = np.asarray(op.relative.rows)[farthest - num_positions + 1 : farthest + num_positions]
-    rows = np.pad(rows, (0, padding), mode="edge")
+    rows = np.pad(rows_of(op.relative.spec, num_positions), (0, -num_positions % _BLOCK), mode="edge")
     ids: list[int] = []
     scales: list[FloatArray] = []
     for part in keys_and_queries(op.relative, matrix):
@@ -39,7 +37,7 @@ def add_relative(
 
 def _rounded(heads: FloatArray) -> tuple[NDArray[np.int16], FloatArray]:
     """Return integers [rows, heads, columns] of 16 bits whose products' sums fit 32 bits, and the scale of each head."""
-    norms, largest = np.sqrt(np.square(heads).sum(axis=-1)).max(axis=0), np.abs(heads).max(axis=(0, 2))
-    scale = np.maximum(np.maximum(norms / _LARGEST_NORM, largest / _LARGEST_INTEGER), np.float32(1e-24))
-    with np.errstate(invalid="ignore"):  # what is no number stays one by its scale
+    with np.errstate(all="ignore"):  # NaN becomes an arbitrary integer, but its scale is NaN
+        norms, largest = np.sqrt(np.square(heads).sum(axis=-1)).max(axis=0), np.abs(heads).max(axis=(0, 2))
+        scale = np.maximum(np.maximum(norms / _LARGEST_NORM, largest / _LARGEST_INTEGER), np.float32(1e-24))
         return np.rint(heads / scale[:, None]).astype(np.int16), scale

@@ -17,7 +17,7 @@ from penstock.backends.reference.kv_cache import KvCache, round_to_bf16
 from penstock.models import program as prog
 from penstock.models.adapter import AdapterFactors, site_of
 from penstock.models.program import Op, Program, Relative
-from penstock.models.relative import keys_and_queries
+from penstock.models.relative import keys_and_queries, rows_of
 from penstock.models.rope import key_centre
 from penstock.models.weights import WeightTensor
 from penstock.types.kv_dtype import KvDtype
@@ -65,7 +65,7 @@ class Interpreter:
         self._result = ending.out if isinstance(ending, prog.Logits) else ending.x
         self._weights = weights
         self._matrices: dict[str, F32] = {}
-        self._of_distances: dict[Relative, list[F32]] = {}
+        self._of_distances: dict[Relative, tuple[F32, F32]] = {}
         self._methods: Mapping[type[Op], Callable[[Any, RowRun], F32 | None]] = {
             prog.Embed: self._embed,
             prog.EmbedPositions: lambda op, row: row.buffers[op.x] + self._matrix(op.weight)[op.first + row.positions],
@@ -239,7 +239,7 @@ class Interpreter:
         out = np.empty_like(queries)
         distances = None if op.distances is None else self._matrix(op.distances)
         sinks = None if op.sinks is None else self._vector(op.sinks)
-        of_distances = None if op.relative is None else self._keys_and_queries(op, op.relative)
+        of_distances = [] if op.relative is None else self._keys_and_queries(op, op.relative, len(queries))
         for i in range(len(queries)):
             start = max(0, i + 1 - op.window) if op.window else 0
             end = i + 1 if op.mask == "causal" else min(len(keys), i + op.window) if op.window else len(keys)
@@ -247,19 +247,20 @@ class Interpreter:
             if distances is not None:
                 farthest = op.num_distances
                 biases = distances[:, farthest + np.clip(np.arange(start, end) - i, -farthest, farthest)]
-            if of_distances is not None:
-                far_keys, far_queries = (part[:, len(part[0]) // 2 - i :][:, start:end] for part in of_distances)
+            if of_distances:
+                far_keys, far_queries = (part[:, len(queries) - 1 - i :][:, start:end] for part in of_distances)
                 scores = np.einsum("hd,hjd->hj", queries[i], far_keys) + np.einsum("hjd,jhd->hj", far_queries, keys[start:end])
                 biases = scores * np.float32(op.scale) + (0 if biases is None else biases)
             out[i] = attend(queries[i], keys[start:end], values[start:end], op.scale, sinks=sinks, biases=biases)
         return out.reshape(len(queries), -1)
 
-    def _keys_and_queries(self, op: prog.TextAttention, relative: Relative) -> list[F32]:
-        """Return the key and the query of each distance. [num_heads, 2 D + 1, head_dim]"""
+    def _keys_and_queries(self, op: prog.TextAttention, relative: Relative, num_tokens: int) -> list[F32]:
+        """Return the key and the query of each distance in a text. [num_heads, 2 * num_tokens - 1, head_dim]"""
         if relative not in self._of_distances:
-            parts = [part[np.asarray(relative.rows)] for part in keys_and_queries(relative, self._matrix)]
-            self._of_distances[relative] = [part.reshape(-1, op.num_heads, op.head_dim).swapaxes(0, 1) for part in parts]
-        return self._of_distances[relative]
+            self._of_distances[relative] = keys_and_queries(relative, self._matrix)
+        rows = rows_of(relative.spec, num_tokens)
+        parts = self._of_distances[relative]
+        return [part[rows].reshape(-1, op.num_heads, op.head_dim).swapaxes(0, 1) for part in parts]
 
     def _short_conv(self, op: prog.ShortConv, row: RowRun) -> F32:
         assert row.cache is not None, "programs with a state have a cache"
