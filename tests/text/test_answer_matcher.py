@@ -331,6 +331,13 @@ def test_the_end_of_the_reasoning_is_forced_when_its_budget_is_used_up(name, bud
         assert (matcher.mask() is None) == (not is_bound)
 
 
+def test_tokens_accepted_together_may_cross_the_budget():
+    plan = AnswerPlan(reasoning=REASONING["think"], is_reasoning=True, max_reasoning_tokens=2)
+    matcher = matcher_of(PLAIN, None, plan)
+    matcher.accept(PLAIN.encode("ab\n</", add_special_tokens=False))
+    assert allowed(matcher, PLAIN) == {across(PLAIN, "t")}
+
+
 def test_reasoning_then_free_text_then_a_call():
     grammar, plan = auto("hermes", reasoning=REASONING["think"])
     matcher = matcher_of(PLAIN, grammar, plan)

@@ -137,14 +137,14 @@ class AnswerMatcher:
             self._inner.accept((token_id,))
             if state is _State.FOLLOWING:
                 return
-        if state is _State.REASONING:
-            self._num_reasoning += 1
         if self._beginning is not None:
             self._beginning += self._tokens.bytes_of(token_id)
             if self._begins_call():
                 return
         if self._watch.push(token_id, self._tokens.bytes_of(token_id)):
             self._on_mark()
+        elif state is _State.REASONING:
+            self._count_reasoning(self._num_reasoning + 1)
         elif self._watch.is_over and self._beginning is None:
             if state is _State.OPENING:
                 self._begin_answer([*self._prompt_ids, *self._watch.ids], self._watch.text)
@@ -174,7 +174,16 @@ class AnswerMatcher:
         assert self._plan.reasoning is not None
         self._state = _State.REASONING
         self._watch = _Watch((self._plan.reasoning.close,), is_at_start=False)
-        self._num_reasoning = 0
+        self._count_reasoning(0)
+
+    def _count_reasoning(self, num_tokens: int) -> None:
+        """Set the length of the reasoning so far. At the limit, force its end."""
+        self._num_reasoning, marks = num_tokens, self._plan.reasoning
+        if num_tokens == self._plan.max_reasoning_tokens and marks is not None:
+            # Behind the close alone, gpt-oss can begin another block. Beside tools it has to be free to call one instead.
+            lead = marks.lead if self._grammar is None else ""
+            self._forced = self._tokens.encode(marks.forced + lead)
+            self._watch = _Watch((marks.close + lead,), is_at_start=False)
 
     def _begin_answer(self, read_ids: Sequence[int] = (), text: bytes = b"") -> None:
         """Enter the state after the reasoning. `text`: the answer's beginning, as far as the tokens `read_ids` contain it."""
@@ -227,12 +236,6 @@ class AnswerMatcher:
         if self._state is _State.OPENING:
             return None if self._inner is None else self._inner.mask()
         if self._state is _State.REASONING:
-            limit, marks = self._plan.max_reasoning_tokens, self._plan.reasoning
-            if limit is not None and self._num_reasoning >= limit and not self._forced and marks is not None:
-                # Behind the close alone, gpt-oss can begin another block. Beside tools it has to be free to call one instead.
-                lead = marks.lead if self._grammar is None else ""
-                self._forced = self._tokens.encode(marks.forced + lead)
-                self._watch = _Watch((marks.close + lead,), is_at_start=False)
             if self._forced:
                 return self._tokens.only(self._forced[0])
             if not self._is_bound:
