@@ -46,7 +46,8 @@ def make_tokenizer(specials=("<|eos|>",)):
 
 
 PLAIN, SPECIAL = make_tokenizer(), make_tokenizer(tuple(MARKS))
-ALL = {id(tokenizer): Grammars(tokenizer, vocab_size=tokenizer.vocab_size) for tokenizer in (PLAIN, SPECIAL)}
+TAGS = make_tokenizer(("<|eos|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"))
+ALL = {id(tokenizer): Grammars(tokenizer, vocab_size=tokenizer.vocab_size) for tokenizer in (PLAIN, SPECIAL, TAGS)}
 
 
 def allowed(matcher, tokenizer):

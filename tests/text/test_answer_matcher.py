@@ -13,7 +13,7 @@ from penstock.text.grammar import ANSWERS_PER_COMPILATION, Grammar, GrammarKind,
 from penstock.text.tokenizer import load_tokenizer
 from penstock.text.tool_grammar import Tool, tool_source
 from penstock.types.errors import GrammarFailure, Rejected
-from support.answering import ALL, END_ID, PLAIN, REASONING, SPECIAL, allowed, say, wander
+from support.answering import ALL, END_ID, PLAIN, REASONING, SPECIAL, TAGS, allowed, say, wander
 from support.work_time import growth
 
 TOOLS = [
@@ -93,17 +93,27 @@ def test_calls_that_have_to_come_begin_with_the_answer(name, is_parallel):
             assert len(answer.calls) == 1
 
 
-def test_a_token_that_reaches_across_a_trigger_is_allowed_if_a_call_may_go_on_with_it():
-    matcher = matcher_of(PLAIN, *auto("hermes"))
-    say(matcher, PLAIN, "a <tool")
-    ids = allowed(matcher, PLAIN)
+@pytest.mark.parametrize("tokenizer", [PLAIN, TAGS], ids=["plain", "special"])
+def test_a_token_that_reaches_across_a_trigger_is_allowed_if_a_call_may_go_on_with_it(tokenizer):
+    matcher = matcher_of(tokenizer, *auto("hermes"))
+    say(matcher, tokenizer, "a <tool")
+    ids = allowed(matcher, tokenizer)
     assert END_ID in ids  # it may still be text
-    assert across(PLAIN, "_call>x") not in ids
-    say(matcher, PLAIN, "_call")
-    ids = allowed(matcher, PLAIN)
-    assert {across(PLAIN, ">\n"), across(PLAIN, '>{"')} <= ids
-    matcher.accept((across(PLAIN, '>{"'),))
-    assert allowed(matcher, PLAIN) == {across(PLAIN, "name")}
+    assert across(tokenizer, "_call>x") not in ids
+    say(matcher, tokenizer, "_call")
+    ids = allowed(matcher, tokenizer)
+    assert {across(tokenizer, ">\n"), across(tokenizer, '>{"')} <= ids
+    matcher.accept((across(tokenizer, '>{"'),))
+    assert allowed(matcher, tokenizer) == {across(tokenizer, "name")}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_marks_that_are_special_tokens_count_if_they_are_spelled_in_others(name):
+    for way in BY_NAME[name].marked:
+        matcher = matcher_of(SPECIAL, *auto(name))
+        for char in way.trigger:
+            say(matcher, SPECIAL, char)
+        assert END_ID not in allowed(matcher, SPECIAL)
 
 
 def test_text_that_only_begins_like_a_trigger_is_free_again():
@@ -122,18 +132,19 @@ def test_a_program_may_name_the_module_functools():
     assert matcher.mask() is None
 
 
+@pytest.mark.parametrize("tokenizer", [PLAIN, TAGS], ids=["plain", "special"])
 @pytest.mark.parametrize("reasoning", [None, REASONING["think"]])
-def test_a_trigger_at_the_start_counts_there_alone(reasoning):
+def test_a_trigger_at_the_start_counts_there_alone(reasoning, tokenizer):
     typed = '{"type": "function", "name": "get"'
     for call in ('{"name": "get"', '<|python_tag|>{"name":', typed, f"<|python_tag|>{typed}"):
-        matcher = matcher_of(PLAIN, *auto("llama3_json", reasoning=reasoning))
-        say(matcher, PLAIN, f" {call}")
-        assert END_ID not in allowed(matcher, PLAIN)
-        matcher = matcher_of(PLAIN, *auto("llama3_json", reasoning=reasoning))
-        say(matcher, PLAIN, f"So {call}")
+        matcher = matcher_of(tokenizer, *auto("llama3_json", reasoning=reasoning))
+        say(matcher, tokenizer, f" {call}")
+        assert END_ID not in allowed(matcher, tokenizer)
+        matcher = matcher_of(tokenizer, *auto("llama3_json", reasoning=reasoning))
+        say(matcher, tokenizer, f"So {call}")
         assert matcher.mask() is None
-    matcher = matcher_of(PLAIN, *auto("llama3_json", reasoning=reasoning))
-    say(matcher, PLAIN, '{"name": "Ada", "age": 3}')
+    matcher = matcher_of(tokenizer, *auto("llama3_json", reasoning=reasoning))
+    say(matcher, tokenizer, '{"name": "Ada", "age": 3}')
     assert matcher.mask() is None
 
 
@@ -233,11 +244,13 @@ def test_what_has_to_come_comes_behind_the_reasoning(name, tokenizer):
         assert not {END_ID, across(tokenizer, "a")} & allowed(matcher, tokenizer)
         say(matcher, tokenizer, text[-2:])
         assert allowed(matcher, tokenizer) == {END_ID}
-    matcher = matcher_of(tokenizer, grammar, AnswerPlan(reasoning=marks, is_reasoning=True))
-    say(matcher, tokenizer, "Hm")
-    assert END_ID not in allowed(matcher, tokenizer)  # the answer is still to come
-    say(matcher, tokenizer, f"{marks.close}{marks.separator}{marks.lead}12")
-    assert allowed(matcher, tokenizer) == {END_ID}
+    for close in ([marks.close], marks.close):  # its marks as special tokens, or spelled in others
+        matcher = matcher_of(tokenizer, grammar, AnswerPlan(reasoning=marks, is_reasoning=True))
+        say(matcher, tokenizer, "Hm")
+        assert END_ID not in allowed(matcher, tokenizer)  # the answer is still to come
+        for piece in (*close, f"{marks.separator}{marks.lead}12"):
+            say(matcher, tokenizer, piece)
+        assert allowed(matcher, tokenizer) == {END_ID}
 
 
 STARTS = [" yes", "    yes", "\n- yes", "\n\nyes", "\n\n\n", "yes"]
@@ -300,15 +313,20 @@ def test_no_space_is_put_before_an_opened_block_of_reasoning(sentencepiece_vocab
     assert allowed(matcher, tokenizer) == {*tokenizer.eos_token_ids}
 
 
-def test_a_token_may_reach_across_the_end_of_the_reasoning():
-    marks = REASONING["think"]
-    grammar = Grammar(GrammarKind.JSON_OBJECT, "", Lead(marks.open, marks.close))
-    matcher = matcher_of(PLAIN, grammar, AnswerPlan(reasoning=marks, is_reasoning=True))
-    say(matcher, PLAIN, "Hm</thin")
-    matcher.accept((across(PLAIN, "k>{"),))
-    assert across(PLAIN, "}") in allowed(matcher, PLAIN)
+@pytest.mark.parametrize("tokenizer", [PLAIN, TAGS], ids=["plain", "special"])
+def test_a_token_may_reach_across_the_end_of_the_reasoning(tokenizer):
+    marks, token_id = REASONING["think"], across(tokenizer, "k>{")
+    lead = Lead(marks.open, marks.close)
+    plan = AnswerPlan(reasoning=marks, is_reasoning=True)
+    matcher = matcher_of(tokenizer, Grammar(GrammarKind.JSON_OBJECT, "", lead), plan)
+    say(matcher, tokenizer, "Hm</thin")
+    matcher.accept((token_id,))
+    assert across(tokenizer, "}") in allowed(matcher, tokenizer)
     with pytest.raises(GrammarFailure):
-        matcher.accept((across(PLAIN, "k>{"),))
+        matcher.accept((token_id,))
+    matcher = matcher_of(tokenizer, Grammar(GrammarKind.REGEX, "a", lead), plan)
+    say(matcher, tokenizer, "Hm</thin")
+    assert token_id not in allowed(matcher, tokenizer)
 
 
 @pytest.mark.parametrize("budget", [0, 1, 7])

@@ -8,7 +8,7 @@ decides:
 
 A mark is a text such as `</think>` or a trigger. One token can complete a mark and contain text after it. So while a mark is
 incomplete, a mask excludes tokens that would complete it and add text that the grammar forbids. Once the mark is complete,
-a new grammar matcher reads the mark's tokens.
+a new grammar matcher reads it as the tokenizer spells it: a model can spell the name of a special token in ordinary tokens.
 """
 
 from __future__ import annotations
@@ -79,8 +79,6 @@ class AnswerMatcher:
         self._num_reasoning = 0
         self._forced: list[int] = []
         """Tokens of the reasoning block's forced end that are still to come."""
-        self._opened_ids: list[int] = []
-        """Tokens that began the reasoning block."""
         self._watch = _Watch((), is_at_start=False)
         self._beginning: bytes | None = None
         """The answer so far, while it can still become a call without a mark. After that, None."""
@@ -89,7 +87,6 @@ class AnswerMatcher:
         if plan.reasoning is None:
             self._begin_answer()
         elif plan.is_reasoning:
-            self._opened_ids = tokens.encode(plan.reasoning.open)
             self._begin_reasoning()
         else:
             self._state = _State.OPENING
@@ -114,7 +111,7 @@ class AnswerMatcher:
         other = copy(self)
         other._inner = None if self._inner is None else self._inner.copy()
         other._watch = self._watch.copy()
-        other._forced, other._opened_ids = [*self._forced], [*self._opened_ids]
+        other._forced = [*self._forced]
         return other
 
     def forced(self) -> Sequence[int]:
@@ -152,21 +149,21 @@ class AnswerMatcher:
                 self._state = _State.FREE
 
     def _on_mark(self) -> None:
-        ids = self._watch.ids
+        mark, behind = self._watch.found()
         if self._state is _State.OPENING:
-            self._opened_ids = ids
             self._inner = None
             self._begin_reasoning()
         elif self._state is _State.REASONING:
             if self._is_bound:
-                self._follow([*self._opened_ids, *ids])
+                assert self._plan.reasoning is not None
+                self._follow(self._plan.reasoning.open + mark, behind)
             else:
                 self._forced = []
                 tools = self._plan.trigger_of  # one of its triggers may begin within the mark
-                self._begin_answer(() if tools is None or tools.only_at_start else ids, self._watch.behind)
+                self._begin_answer(() if tools is None or tools.only_at_start else self._watch.ids, behind)
         else:
             try:
-                self._follow(ids)
+                self._follow(mark, behind)
             except GrammarFailure:  # the token that completed the mark contains more text, which no call can begin with
                 self._state, self._inner = _State.FREE, None
 
@@ -218,14 +215,16 @@ class AnswerMatcher:
         if way is None:
             return False
         try:
-            self._follow(self._tokens.encode(text))
+            self._follow(text)
         except GrammarFailure:  # the token that completed the name contains more text, which no call can have there
             self._state, self._inner = _State.FREE, None
         return True
 
-    def _follow(self, ids: Sequence[int]) -> None:
+    def _follow(self, text: str, behind: bytes = b"") -> None:
+        """Follow the grammar from now on. `behind` is what the last token contains after `text`."""
         assert self._grammar is not None
         inner = self._grammar.matcher()
+        ids = [*self._tokens.encode(text), *self._tokens.encode_bytes(behind)]
         if not inner.may_accept(ids):  # a guess, or a call's name with more text; `accept` would blame the grammar
             raise GrammarFailure("The answer's tokens begin no call.", remedy="Ask again.")
         inner.accept(ids)
@@ -277,10 +276,10 @@ class _Watch:
         self.is_over = False
         """No mark can follow any more."""
 
-    @property
-    def behind(self) -> bytes:
-        """The text after the complete mark, in the same token."""
-        return next((self.text.partition(mark)[2] for mark in self._marks if mark in self.text), b"")
+    def found(self) -> tuple[str, bytes]:
+        """Return the complete mark, and the text after it in the same token."""
+        mark = next(text for text in self._texts if text.encode() in self.text)
+        return mark, self.text.partition(mark.encode())[2]
 
     def copy(self) -> _Watch:
         other = copy(self)

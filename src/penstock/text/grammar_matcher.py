@@ -55,7 +55,7 @@ class GrammarTokens:
         self.end_ids = tuple(token_id for token_id in tokenizer.eos_token_ids if token_id < vocab_size)
         self._lock = threading.Lock()
         self._all = np.packbits(np.arange((vocab_size + 31) // 32 * 32) < vocab_size, bitorder="little")
-        self._across: dict[str, Mapping[str, list[int]]] = {}
+        self._across: dict[str, Mapping[str, list[tuple[int, list[int]]]]] = {}
         self._ready: tuple[LLTokenizer, NDArray[np.uint8]] | None = None
 
     def ready(self) -> tuple[LLTokenizer, NDArray[np.uint8]]:
@@ -104,6 +104,12 @@ class GrammarTokens:
         """Return the tokens of a text that follows another. Names of special tokens become those tokens."""
         return self._tokenizer.encode(text, add_special_tokens=False, is_continuation=True)
 
+    def encode_bytes(self, data: bytes) -> list[int]:
+        """Return ordinary tokens with these bytes, which may end within a character. Call `ready` first."""
+        assert self._ready is not None
+        ids: list[int] = self._ready[0].tokenize_bytes(data)
+        return ids
+
     def bytes_of(self, token_id: int) -> bytes:
         """Return the bytes of a token. A special token spells its name."""
         return self._tokenizer.token_bytes(token_id)
@@ -114,19 +120,22 @@ class GrammarTokens:
         mask[token_id // 8] = 1 << token_id % 8
         return bytes(mask)
 
-    def across(self, mark: str) -> Mapping[str, list[int]]:
-        """Return, for each end of the mark ("k>" of "<think>"), the ids of longer tokens that begin with it, such as "k>A"."""
+    def across(self, mark: str) -> Mapping[str, list[tuple[int, list[int]]]]:
+        """Return the tokens that are longer than an end of the mark and begin with it: "k>A" for the end "k>" of "<think>".
+
+        Each is its id, and the ids of tokens that spell the text after the mark.
+        """
         with self._lock:
             if mark not in self._across:
                 rests = [mark[at:] for at in range(1, len(mark))]
-                by_rest: dict[str, list[int]] = {}
+                by_rest: dict[str, list[tuple[int, list[int]]]] = {}
                 ends = tuple(rest.encode() for rest in rests)
                 for token_id in range(min(self._vocab_size, self._tokenizer.vocab_size)):
                     data = self.bytes_of(token_id)
                     if data.startswith(ends):
                         for rest, end in zip(rests, ends, strict=True):
                             if data.startswith(end) and len(data) > len(end):
-                                by_rest.setdefault(rest, []).append(token_id)
+                                by_rest.setdefault(rest, []).append((token_id, self.encode_bytes(data[len(end) :])))
                 self._across[mark] = by_rest
             return self._across[mark]
 
@@ -253,11 +262,10 @@ class CompiledGrammar:
 
     def bar(self, mark: Mark, tokens: GrammarTokens) -> None:
         """Find, for `barred`, the tokens that complete a mark and add text that the grammar forbids."""
-        for rest, token_ids in tokens.across(mark.text).items():
-            begun = self._start.deep_copy()
-            if not begun.consume_tokens(tokens.encode(mark.before + mark.text[: -len(rest)])):
-                continue  # the grammar forbids the beginning of the mark
-            barred = [token_id for token_id in token_ids if not begun.validate_tokens([token_id])]
+        begun = self._start.deep_copy()
+        begun.consume_tokens(tokens.encode(mark.before + mark.text))
+        for rest, longer in tokens.across(mark.text).items():
+            barred = [token_id for token_id, behind in longer if begun.validate_tokens(behind) < len(behind)]
             if barred:
                 self._bars[mark.text, rest] = _with_ids(np.zeros_like(self._usable), barred).tobytes()
 
@@ -352,7 +360,7 @@ class GrammarMatcher:
         """Advance by a text. Changes nothing if the grammar forbids part of it, or becomes too large to follow."""
         inner = self._inner.deep_copy()
         # Token by token: llguidance limits each of these steps, but not the time to validate many tokens at once.
-        for idx, token_id in enumerate(self._compiled.tokens.ready()[0].tokenize_bytes(text.encode()), 1):
+        for idx, token_id in enumerate(self._compiled.tokens.encode_bytes(text.encode()), 1):
             if not inner.consume_token(token_id):
                 return
             if idx % READ_TOKENS_PER_MASK == 0 and not inner.is_stopped():
