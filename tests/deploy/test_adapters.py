@@ -692,6 +692,28 @@ def test_a_thread_that_was_stuck_when_the_model_left_evicts_nothing_of_the_next(
         assert adapters.stats.num_evictions == 0
 
 
+def test_a_refused_thread_leaves_the_reading_to_those_that_there_are(
+    disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As at the limit of a container's processes."""
+    disk.gate.clear()
+    with registry(disk, tmp_path, "a", "b") as adapters:
+        refs = [found(adapters, name) for name in "ab"]
+        adapters.want(refs[0])
+        assert disk.began.acquire(timeout=WAIT_S)
+        monkeypatch.setattr(threading.Thread, "start", refuse_thread)
+        adapters.want(refs[1])
+        monkeypatch.undo()
+        assert "can't start new thread" in caplog.text
+        disk.gate.set()
+        disk.wait(2)
+        assert [is_there(adapters, ref) for ref in refs] == [True, True]
+
+
+def refuse_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def _wait(event: threading.Event) -> None:
     assert event.wait(WAIT_S)
 

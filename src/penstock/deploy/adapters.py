@@ -467,7 +467,11 @@ class Adapters:
             return
         # A daemon: if its disk hangs, the process ends without it.
         thread = threading.Thread(target=self._run, args=(self._session,), name="adapters", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:  # at a limit of threads: those that there are read on
+            _log.warning("no further thread to read adapters: %s", error)
+            return
         self._threads.add(thread)
 
     @property
