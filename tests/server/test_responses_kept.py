@@ -64,7 +64,7 @@ def test_the_conversation_before_a_response_counts_until_its_end():
     assert [running.ended("failed").past, running.as_of({"status": "completed"}, []).past] == [None, None]
 
 
-def test_the_owner_who_has_most_makes_room():
+def test_the_owner_who_has_most_makes_room(monkeypatch):
     store = MemoryStore(8000, 60, VirtualClock())
     keep(store, "yours", YOU)
     for number in range(10):
@@ -74,15 +74,17 @@ def test_the_owner_who_has_most_makes_room():
     assert is_kept(store, "mine9")
     with pytest.raises(ApiError, match="others took its room"):
         store.get(ME, "mine0")
-    few = MemoryStore(1 << 20, 60, VirtualClock(), max_kept=2)
+    monkeypatch.setattr("penstock.serve.responses.store.MAX_KEPT", 2)
+    few = MemoryStore(1 << 20, 60, VirtualClock())
     for name in "abc":
         keep(few, name)
     assert [is_kept(few, name) for name in "abc"] == [False, True, True]
 
 
 @pytest.mark.parametrize(("num_chars", "max_bytes"), [(5, 4 << 20), (2000, 8 << 20)])
-def test_a_full_store_holds_no_more_memory_than_it_may(num_chars, max_bytes):
-    store = MemoryStore(max_bytes, 60, VirtualClock(), max_kept=1 << 20)
+def test_a_full_store_holds_no_more_memory_than_it_may(num_chars, max_bytes, monkeypatch):
+    monkeypatch.setattr("penstock.serve.responses.store.MAX_KEPT", 1 << 20)
+    store = MemoryStore(max_bytes, 60, VirtualClock())
     tracemalloc.start()
     try:
         for number in range(2 * max_bytes // (800 + 2 * num_chars)):

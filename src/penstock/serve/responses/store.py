@@ -24,6 +24,8 @@ from penstock.types.request import Owner
 if TYPE_CHECKING:  # with a database, which few servers need
     from penstock.serve.responses.durable import ResponseDisk
 
+MAX_KEPT = 1 << 14
+"""Most responses, however small."""
 MAX_RUNNING = 256
 """Most unfinished responses in the background."""
 
@@ -71,9 +73,7 @@ class _Shelf:
 
 
 class MemoryStore:
-    def __init__(
-        self, max_bytes: int, ttl_s: float, clock: Clock, *, max_kept: int = 1 << 14, disk: ResponseDisk | None = None
-    ) -> None:
+    def __init__(self, max_bytes: int, ttl_s: float, clock: Clock, *, disk: ResponseDisk | None = None) -> None:
         """`max_bytes` limits all responses; 0 keeps none. A response is kept for `ttl_s` after its last use.
 
         `disk` receives each change, and returns the responses of earlier processes.
@@ -81,7 +81,6 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._max_kept = max_kept
         self._shelves: dict[Owner, _Shelf] = {}
         self._used_ns: OrderedDict[Key, int] = OrderedDict()
         """Time of the last use of each response, least recent first."""
@@ -227,7 +226,7 @@ class MemoryStore:
                 heappush(shelves, (-shelf.num_bytes, nth, shelf))
 
     def _is_full(self) -> bool:
-        return self._num_bytes > self._max_bytes or len(self._used_ns) > self._max_kept
+        return self._num_bytes > self._max_bytes or len(self._used_ns) > MAX_KEPT
 
     def _forget(self, kept: Kept, why: str) -> None:
         self._remove(kept)

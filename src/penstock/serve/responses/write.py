@@ -189,11 +189,9 @@ class ResponsesWriter(Writer):
         self._close()
         if kind == "message":
             self._begin_item({"type": kind, "role": "assistant", "content": []}, "output_text")
-            part: Item = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         else:
             self._begin_item({"type": kind, "summary": [], "content": []}, "reasoning_text")
-            part = {"type": "reasoning_text", "text": ""}
-        self._tell("response.content_part.added", self._place(in_content=True) | {"part": part})
+        self._tell("response.content_part.added", self._place(in_content=True) | {"part": _part(kind, "", [])})
 
     def _begin_item(self, fields: Item, what: str) -> None:
         item_id = self._draft.new_id(fields["type"], len(self._items))
@@ -227,21 +225,16 @@ class ResponsesWriter(Writer):
         self._pieces = []
         logprobs, self._item_logprobs = self._item_logprobs, []
         item["status"] = "completed" if is_whole else "incomplete"
-        match item["type"]:
-            case "message":
-                part: Item = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-                self._tell("response.output_text.done", self._place(in_content=True) | {"text": text, "logprobs": logprobs})
-                item["content"] = [part]
-                self._tell("response.content_part.done", self._place(in_content=True) | {"part": part})
-            case "reasoning":
-                part = {"type": "reasoning_text", "text": text}
-                self._tell("response.reasoning_text.done", self._place(in_content=True) | {"text": text})
-                item["content"] = [part]
-                self._tell("response.content_part.done", self._place(in_content=True) | {"part": part})
-            case "function_call":
-                item["arguments"] = text
-                told = {"name": item["name"], "arguments": text}
-                self._tell("response.function_call_arguments.done", self._place() | told)
+        if item["type"] == "function_call":
+            item["arguments"] = text
+            told = {"name": item["name"], "arguments": text}
+            self._tell("response.function_call_arguments.done", self._place() | told)
+        else:
+            part, place = _part(item["type"], text, logprobs), self._place(in_content=True)
+            told = {name: part[name] for name in ("text", "logprobs") if name in part}
+            self._tell(f"response.{part['type']}.done", place | told)
+            item["content"] = [part]
+            self._tell("response.content_part.done", place | {"part": part})
         self._tell("response.output_item.done", {"output_index": len(self._items) - 1, "item": item})
 
     def _place(self, *, in_content: bool = False) -> dict[str, Any]:
@@ -260,6 +253,13 @@ class ResponsesWriter(Writer):
     def _take(self) -> bytes:
         events, self._events = self._events, []
         return b"".join(events)
+
+
+def _part(kind: str, text: str, logprobs: list[Any]) -> Item:
+    """Return the content of a message, or of an item of reasoning."""
+    if kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def find_tokens(text: str, entries: Sequence[ChatToken]) -> tuple[int, int]:
