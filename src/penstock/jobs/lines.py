@@ -119,7 +119,7 @@ def prepare(path: Path, source: Path, urls: Collection[str], max_line_bytes: int
 def _check_there(source: Path) -> None:
     """Raise BadLines if the file of a batch was deleted."""
     if not source.exists():
-        raise BadLines([_error(None, "file_not_found", "The file is gone.")])
+        raise BadLines([error_at(None, "file_not_found", "The file is gone.")])
 
 
 def _fill(base: sqlite3.Connection, unsorted: Path, source: Path, rows: Iterator[_Row]) -> None:
@@ -163,12 +163,12 @@ def _checked(source: Path, urls: Collection[str], max_line_bytes: int, is_stoppe
                 time.sleep(0)
             if len(line) - line.endswith(b"\n") > max_line_bytes:
                 message = f"The line has more than {max_line_bytes} bytes."
-                errors.append(_error(number, "line_too_long", message))
+                errors.append(error_at(number, "line_too_long", message))
                 break
             if line.strip():
                 num_lines += 1
                 if num_lines > MAX_LINES:
-                    errors.append(_error(number, "too_many_lines", f"The file has more than {MAX_LINES} lines. Split it."))
+                    errors.append(error_at(number, "too_many_lines", f"The file has more than {MAX_LINES} lines. Split it."))
                     break
                 found = _row(line, urls, number)
                 if isinstance(found, dict):
@@ -181,7 +181,7 @@ def _checked(source: Path, urls: Collection[str], max_line_bytes: int, is_stoppe
                     break
             start += len(line)
     if not (errors or num_lines):
-        errors.append(_error(None, "empty_file", "The file has no lines."))
+        errors.append(error_at(None, "empty_file", "The file has no lines."))
     if errors:
         raise BadLines(errors)
 
@@ -192,30 +192,30 @@ def _row(line: bytes, urls: Collection[str], number: int) -> tuple[str, bytes] |
         request = _read_checked(line)
         data = bytes(request.body)
         if excess := fast_json.excess(data):
-            return _error(number, "invalid_request", f"'body' has {excess}.", "body")
+            return error_at(number, "invalid_request", f"'body' has {excess}.", "body")
         body = fast_json.loads(data)
     except RecursionError:
-        return _error(number, "invalid_json_line", "The line is not JSON: nested too deeply.")
+        return error_at(number, "invalid_json_line", "The line is not JSON: nested too deeply.")
     except (msgspec.DecodeError, ValueError) as error:
         if excess := fast_json.excess(line):
-            return _error(number, "invalid_request", f"The line has {excess}.")
+            return error_at(number, "invalid_request", f"The line has {excess}.")
         try:
             fast_json.loads(line.rstrip(b"\r\n"))
         except fast_json.DecodeError as wrong:
-            return _error(number, "invalid_json_line", f"The line is not JSON: {wrong.msg} (column {wrong.colno}).")
-        return _error(number, "invalid_request", f"The line is not a request: {error}.")
+            return error_at(number, "invalid_json_line", f"The line is not JSON: {wrong.msg} (column {wrong.colno}).")
+        return error_at(number, "invalid_request", f"The line is not a request: {error}.")
     if not request.custom_id or len(request.custom_id) > 512:
-        return _error(number, "invalid_custom_id", "'custom_id' must have 1 to 512 characters.", "custom_id")
+        return error_at(number, "invalid_custom_id", "'custom_id' must have 1 to 512 characters.", "custom_id")
     if request.method != "POST":
-        return _error(number, "invalid_method", "'method' must be 'POST'.", "method")
+        return error_at(number, "invalid_method", "'method' must be 'POST'.", "method")
     if request.url not in urls:
         wanted = f"{' or '.join(urls)}{', the endpoint of the batch' * (len(urls) == 1)}"
-        return _error(number, "invalid_url", f"'url' is {request.url[:80]!r}, and must be {wanted}.", "url")
+        return error_at(number, "invalid_url", f"'url' is {request.url[:80]!r}, and must be {wanted}.", "url")
     if not isinstance(body, dict):
-        return _error(number, "invalid_request", "'body' must be an object.", "body")
+        return error_at(number, "invalid_request", "'body' must be an object.", "body")
     for name in NOT_IN_A_BATCH:
         if body.get(name):
-            return _error(number, "invalid_request", f"'{name}' can't be used in a batch.", f"body.{name}")
+            return error_at(number, "invalid_request", f"'{name}' can't be used in a batch.", f"body.{name}")
     return request.custom_id, prefix_key(request.url, body)
 
 
@@ -229,7 +229,8 @@ def _read_checked(line: bytes) -> Request:
     return read_line(line)
 
 
-def _error(number: int | None, code: str, message: str, param: str | None = None) -> dict[str, Any]:
+def error_at(number: int | None, code: str, message: str, param: str | None = None) -> dict[str, Any]:
+    """Return an error of a batch. `number`: of the line, or None for the batch as a whole."""
     return {"code": code, "line": number, "message": message, "param": param}
 
 
@@ -244,7 +245,7 @@ def _duplicates(base: sqlite3.Connection, source: Path) -> list[dict[str, Any]]:
             file.seek(start)
             name = read_line(file.readline()).custom_id
             message = f"'custom_id' {name[:80]!r} is already used in an earlier line."
-            errors.append(_error(number, "duplicate_custom_id", message, "custom_id"))
+            errors.append(error_at(number, "duplicate_custom_id", message, "custom_id"))
     return errors
 
 
@@ -302,7 +303,7 @@ class Lines:
             sync(output.parent)
             sizes = [os.fstat(one.fileno()).st_size for one in (self._output, self._errors)]
             if sizes[0] < self.progress.num_output_bytes or sizes[1] < self.progress.num_error_bytes:
-                raise BadLines([_error(None, "answers_lost", "A file of answers is shorter than what was written to it.")])
+                raise BadLines([error_at(None, "answers_lost", "A file of answers is shorter than what was written to it.")])
             self._cut()
             self._opened = opened.pop_all()
 
@@ -313,7 +314,7 @@ class Lines:
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode != sqlite3.SQLITE_ERROR:  # such as a full disk, which is tried again
                 raise
-            raise BadLines([_error(None, "progress_lost", f"The batch's database is damaged: {error}.")]) from None
+            raise BadLines([error_at(None, "progress_lost", f"The batch's database is damaged: {error}.")]) from None
         return Progress._make([*counts, fast_json.loads(usage)])
 
     def _state_of_source(self) -> tuple[int, int]:
@@ -339,7 +340,7 @@ class Lines:
         taken: list[Line] = []
         with self._guard:
             if self._state_of_source() != self._source_state:
-                raise BadLines([_error(None, "file_changed", "The file was changed while its lines were answered.")])
+                raise BadLines([error_at(None, "file_changed", "The file was changed while its lines were answered.")])
             for place, start, size, num_failures in self._base.execute(query, (after, most)).fetchall():
                 most_bytes -= size
                 if taken and most_bytes < 0:

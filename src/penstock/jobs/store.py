@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 from penstock import fast_json
@@ -474,9 +473,9 @@ class Store:
     def write_responses(
         self,
         changes: Mapping[tuple[Owner, str], bytes | None],
-        ended: Sequence[tuple[str, str]] = (),
-        now_s: int = 0,
-        uses: Mapping[tuple[Owner, str], int] = MappingProxyType({}),
+        ended: Sequence[tuple[str, str]],
+        now_s: int,
+        uses: Mapping[tuple[Owner, str], int],
     ) -> None:
         """Write records of responses in one transaction. A record of None deletes the response.
 

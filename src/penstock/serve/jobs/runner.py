@@ -38,6 +38,7 @@ from penstock.jobs.lines import (
     Line,
     Lines,
     Stopped,
+    error_at,
     prepare,
     read_line,
 )
@@ -134,9 +135,9 @@ class _Running:
             return self.batch
         errors = self.batch.errors
         if self.waits_for:
-            errors = [_error("no_room", self.waits_for)]
+            errors = [error_at(None, "no_room", self.waits_for)]
         elif self.refusal and not errors:
-            errors = [_error("refused", f"Lines are refused, and asked again. {self.refusal}")]
+            errors = [error_at(None, "refused", f"Lines are refused, and asked again. {self.refusal}")]
         return replace(self.with_counts, errors=errors)
 
     def wait(self, error: Exception) -> None:
@@ -295,7 +296,8 @@ class BatchRunner:
                 continue
             except Exception:
                 _log.exception("batch %s fails", batch_id)
-                running.batch = replace(running.batch, errors=[_error("internal_error", "The server's log has the cause.")])
+                internal = error_at(None, "internal_error", "The server's log has the cause.")
+                running.batch = replace(running.batch, errors=[internal])
             await _is_set_within(self._closing, TRIED_AGAIN_S)
         await self._let_go(running)
         if running.batch.is_ended:
@@ -677,11 +679,6 @@ async def _is_set_within(event: asyncio.Event, seconds: float) -> bool:
             return await event.wait()
     except TimeoutError:
         return False
-
-
-def _error(code: str, message: str) -> dict[str, Any]:
-    """Return an error of a batch as a whole."""
-    return {"code": code, "line": None, "message": message, "param": None}
 
 
 def is_within(hours: Hours, hour: int) -> bool:
