@@ -37,7 +37,7 @@ When = Callable[[bytes, HttpRequest], Awaitable[bool]]
 
 
 def has_header(name: bytes) -> When:
-    """Return a condition that is true for requests with this header. `name`: in small letters."""
+    """Return a condition that is true for requests with this header. `name`: in lowercase."""
 
     async def has_header(_data: bytes, http: HttpRequest) -> bool:
         return name in headers_of(http.scope)

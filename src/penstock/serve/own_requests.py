@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import msgspec
 from starlette.types import ASGIApp, Message
 
+from penstock import fast_json
 from penstock.serve.course import COURSE_KEY, Course
 from penstock.serve.http.checks import SENDER_KEY, Sender
 from penstock.types.request import Owner
@@ -20,13 +20,6 @@ from penstock.types.request import Owner
 MAX_WHY = 500
 """Most characters of the reason of a refusal."""
 _TRY_AGAIN = r" Try again in \d+ s\.$"
-
-
-class _Refused(msgspec.Struct):
-    error: dict[str, Any]
-
-
-_read_refused = msgspec.json.Decoder(_Refused).decode
 
 
 class Answered(NamedTuple):
@@ -38,8 +31,8 @@ class Answered(NamedTuple):
     def why(self) -> str:
         """The status and the message of an error, without the time to try again: the server does that itself."""
         try:
-            message = str(_read_refused(self.body).error["message"])
-        except (msgspec.DecodeError, KeyError):  # another server's
+            message = str(fast_json.loads(self.body)["error"]["message"])
+        except (fast_json.DecodeError, LookupError, TypeError):  # another server's
             message = self.body[:MAX_WHY].decode("utf-8", "replace")
         return f"Status {self.status}: {re.sub(_TRY_AGAIN, '', message)[:MAX_WHY]}"
 

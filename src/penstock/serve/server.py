@@ -373,5 +373,6 @@ def _reach(listener: socket.socket) -> str:
 
 def _base_url(config: ServerConfig, listener: socket.socket) -> str:
     port = listener.getsockname()[1]
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.host, f"[{config.host}]" if ":" in config.host else config.host)  # noqa: S104
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    host = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}.get(host, host)  # noqa: S104
     return f"{'https' if config.ssl_certfile else 'http'}://{host}:{port}"

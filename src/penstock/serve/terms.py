@@ -30,7 +30,7 @@ IDEMPOTENCY_KEY = "Idempotency-Key"
 _TIMES = ("X-Deadline-Ms", "X-Queue-Timeout-Ms", "X-First-Token-Timeout-Ms", "X-SLO-TTFT-Ms", "X-SLO-ITL-Ms")
 _PRIORITY = "X-Priority"
 _URGENCY = frozenset(name.lower().encode() for name in (*_TIMES, _PRIORITY))
-"""Headers about urgency, in small letters. Most clients send none."""
+"""Headers about urgency, in lowercase. Most clients send none."""
 
 
 def read_terms(

@@ -195,9 +195,9 @@ class Waits:
         routed = course.routed
         if routed is None or not routed.rest or isinstance(error, PutOff):
             return False
-        is_own_limit = isinstance(error, Rejected) and error.reason in TENANT_REASONS
-        is_too_long = isinstance(error, Rejected) and error.reason is RejectReason.CONTEXT_LENGTH
-        if not is_too_long and (status_of(error) not in BUSY_STATUSES or is_own_limit):
+        reason = error.reason if isinstance(error, Rejected) else None
+        is_too_long = reason is RejectReason.CONTEXT_LENGTH
+        if not is_too_long and (status_of(error) not in BUSY_STATUSES or reason in TENANT_REASONS):
             return False
         served = self._deployment.find(routed.model)
         has_room = served is None or served.state in (ModelState.LOADED, ModelState.FAILED)

@@ -65,7 +65,7 @@ _OWN_SITES = frozenset({b"same-origin", b"none"})
 
 
 def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
-    """Return the headers by name, in small letters. A repeated header has its first value."""
+    """Return the headers by name, in lowercase. A repeated header has its first value."""
     table: dict[bytes, bytes] | None = scope.get(_HEADERS_KEY)
     if table is None:
         table = scope[_HEADERS_KEY] = dict(reversed(scope["headers"]))
@@ -73,7 +73,7 @@ def headers_of(scope: Scope) -> Mapping[bytes, bytes]:
 
 
 def values_of(scope: Scope, name: bytes) -> Sequence[bytes]:
-    """Return all values of a header. `name`: in small letters."""
+    """Return all values of a header. `name`: in lowercase."""
     table = headers_of(scope)
     if name not in table:
         return ()
@@ -91,7 +91,7 @@ class Wording:
     paths: str = ""
     """Paths with errors in this form, separated by spaces. `/api/` means all paths below it; only a first segment can be so."""
     client_header: bytes = b""
-    """A header that all clients of this API send, in small letters. Requests with it get this form on other paths, too."""
+    """A header that all clients of this API send, in lowercase. Requests with it get this form on other paths, too."""
     id_header: bytes = b""
     """Header for the request's id in answers to requests with `client_header`."""
 
@@ -132,7 +132,7 @@ def identity_of(scope: Scope) -> RequestIdentity:
 
 
 def add_header(scope: Scope, name: bytes, value: bytes) -> None:
-    """Add a header to the answer, which may be an error. `name`: in small letters."""
+    """Add a header to the answer, which may be an error. `name`: in lowercase."""
     scope[_ANSWER_HEADERS_KEY].append((name, value))
 
 

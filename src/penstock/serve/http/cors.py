@@ -85,7 +85,7 @@ class Cors:
 
 
 def _checked(origin: str) -> bytes:
-    """Return an origin in small letters, without the scheme's default port."""
+    """Return an origin in lowercase, without the scheme's default port."""
     remedy = "Give one --allowed-origins for each: https://example.org, localhost:3000 or localhost. * allows any origin."
     try:
         parts = urlsplit(origin.strip())
