@@ -373,8 +373,7 @@ def test_a_kept_model_never_leaves_and_a_model_without_room_beside_it_is_refused
     world.loaded("a", "b")
     world.loaded("c")
     assert world.states == "L-L"
-    world.sizes["b"] = 2
-    world.of["b"].share = None
+    world.sizes["b"] = 2  # its files were replaced meanwhile
     (b,) = world.want("b")
     world.deployment.tend()
     with pytest.raises(Rejected, match=r"b takes 2 B .*kept models have 1 B of it.* --memory is 2 B, .*, or raise --memory\."):

@@ -608,7 +608,7 @@ class Deployment:
         except Exception:
             _log.exception("%s could not be closed in order; its memory may be lost", served.name)
         served.metrics.disconnect()
-        served.running, served.state = None, ModelState.UNLOADED
+        served.running, served.share, served.state = None, None, ModelState.UNLOADED
         give_back_free_memory()
         self._resolve_unloads()  # before this pass may load the model again
         _log.info("%s was unloaded", served.name)
