@@ -22,7 +22,7 @@ MARKS = [
     "[THINK]",
     "[/THINK]",
 ]
-ACROSS = [">\n", '>{"', "l>", "_call>x", "<tool", '{"', "name", '":', "</", "k>\n\n", "k>{"]
+ACROSS = [">\n", '>{"', "l>", "_call>x", "<tool", '{"', "name", '":', "</", "k>\n\n", "k>{", "><"]
 REASONING = {one.name: one for one in REASONING_FORMATS}
 
 

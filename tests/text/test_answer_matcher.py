@@ -329,6 +329,15 @@ def test_a_token_may_reach_across_the_end_of_the_reasoning(tokenizer):
     assert token_id not in allowed(matcher, tokenizer)
 
 
+def test_a_token_may_have_the_end_of_one_mark_and_the_beginning_of_the_next():
+    marks = REASONING["think"]
+    matcher = matcher_of(PLAIN, Grammar(GrammarKind.REGEX, "a", Lead(marks.open, marks.close)), AnswerPlan(reasoning=marks))
+    say(matcher, PLAIN, "<think")
+    matcher.accept((across(PLAIN, "><"),))
+    say(matcher, PLAIN, "/think>a")
+    assert allowed(matcher, PLAIN) == {END_ID}
+
+
 @pytest.mark.parametrize("budget", [0, 1, 7])
 @pytest.mark.parametrize("name", REASONING)
 def test_the_end_of_the_reasoning_is_forced_when_its_budget_is_used_up(name, budget):

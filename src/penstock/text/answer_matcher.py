@@ -150,9 +150,11 @@ class AnswerMatcher:
 
     def _on_mark(self) -> None:
         mark, behind = self._watch.found()
+        ids = self._watch.ids
         if self._state is _State.OPENING:
             self._inner = None
             self._begin_reasoning()
+            self._watch.push(ids[-1], behind)  # it may begin the end of the block, as "><" of "<think></think>" does
         elif self._state is _State.REASONING:
             if self._is_bound:
                 assert self._plan.reasoning is not None
@@ -160,7 +162,7 @@ class AnswerMatcher:
             else:
                 self._forced = []
                 tools = self._plan.trigger_of  # one of its triggers may begin within the mark
-                self._begin_answer(() if tools is None or tools.only_at_start else self._watch.ids, behind)
+                self._begin_answer(() if tools is None or tools.only_at_start else ids, behind)
         else:
             try:
                 self._follow(mark, behind)
